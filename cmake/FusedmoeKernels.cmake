@@ -5,8 +5,8 @@
 set(operands
   as_is.cuh       Bf16Operands             7 5
   as_is.cuh       F16Operands              7 5
-  as_is.cuh       Fp8Operands              6 0
-  as_is.cuh       Fp8RowOperands           5 0
+  as_is.cuh       Fp8Operands              5 0
+  as_is.cuh       Fp8RowOperands           6 0
   fp8_f16.cuh     Fp8F16Operands           4 0
   w4a8.cuh        W4a8Operands             5 0
   mxfp4_fp8.cuh   Mxfp4Fp8Operands         5 0

@@ -280,6 +280,10 @@ std::vector<StoredRows> stored_rows() {
     result.push_back({scheme, Activation::kSilu, "_unfused"});
     result.push_back({scheme, Activation::kGeluTanhNoMul, "_unfused"});
   }
+  for (const char* scheme : {"fp8_tensor_static", "mxfp4_fp8_static"}) {  // GEMM 1 stores codes
+    result.push_back({scheme, Activation::kSilu});
+    result.push_back({scheme, Activation::kRelu2NoMul});
+  }
   return result;
 }
 
@@ -290,7 +294,7 @@ INSTANTIATE_TEST_SUITE_P(All, CudaFp8Tiles, ::testing::ValuesIn(stored_rows()),
 TEST_P(CudaFp8Tiles, MatchReference) {
   const auto& [scheme, activation, suffix] = GetParam();
   const Variant variant = testing::gpu_variant(suffix);
-  for (const std::int64_t tokens : {12, 65, 129, 200}) {
+  for (const std::int64_t tokens : {1, 12, 65, 129, 200}) {
     Case spec;
     spec.num_tokens = tokens;
     spec.num_experts = 5;

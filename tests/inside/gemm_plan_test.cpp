@@ -213,8 +213,8 @@ TEST(GemmPlanTest, PublishedModelsGetThePlansThatWereFastest) {
   EXPECT_EQ(mixtral(16), "64x16k4c1 splits 1 f32");
   EXPECT_EQ(mixtral(512), "256x144k1c1r2 splits 2 f32") << "128 tiles of GEMM 2";
   EXPECT_EQ(mixtral(1024), "128x288k1c2 splits 1 bf16");
-  EXPECT_EQ(config(shape_of(4096, 14336, 8, 2, 512, "fp8")), "128x128k1c2t2 splits 2 f32")
-      << "two teams in each multiprocessor";
+  EXPECT_EQ(config(shape_of(4096, 14336, 8, 2, 512, "fp8")), "256x128k1c2t splits 2 f32")
+      << "few tiles of GEMM 2";
   const auto qwen3_30b = [&](std::int64_t num_tokens, bool stores_groups) {
     MlpShape shape = shape_of(2048, 768, 128, 8, num_tokens, "fp8");
     shape.stores_groups = stores_groups;
@@ -222,9 +222,9 @@ TEST(GemmPlanTest, PublishedModelsGetThePlansThatWereFastest) {
   };
   EXPECT_EQ(qwen3_30b(8, false), "64x16k4c1 splits 1 f32");
   EXPECT_EQ(qwen3_30b(8, true), "256x32k1c1 splits 1 f32");
-  EXPECT_EQ(qwen3_30b(1024, false), "128x96k1c2 splits 1 bf16");
-  EXPECT_EQ(qwen3_30b(1024, true), "256x96k1c1r2 splits 1 bf16");
-  EXPECT_EQ(qwen3_30b(8192, true), "128x128k1c2t2 splits 1 bf16");
+  EXPECT_EQ(qwen3_30b(1024, false), "256x128k1c1t splits 1 bf16");
+  EXPECT_EQ(qwen3_30b(1024, true), "256x128k1c1t splits 1 bf16");
+  EXPECT_EQ(qwen3_30b(8192, true), "256x128k1c1t splits 1 bf16");
   const auto by_token = [&](std::int64_t hidden, std::int64_t intermediate, std::int64_t experts,
                             std::int64_t topk, std::int64_t num_tokens) {
     return config(shape_of(hidden, intermediate, experts, topk, num_tokens, "fp8_rows"));

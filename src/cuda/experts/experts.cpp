@@ -252,7 +252,9 @@ void CudaExperts::run_gemms(const ForwardArgs& args, const FusedMlpParams& param
                             const Scratch& scratch, const KernelConfig& config) const {
   FusedMlpParams step = params;
   const std::int64_t most_tokens = args.hidden_states.size(args.hidden_states.rank() - 2);
-  if (rows_.stores_groups(config.tile)) {
+  if (rows_.stores_codes()) {
+    rows_.set_codes(args, scratch, step.gemms[0]);
+  } else if (rows_.stores_groups(config.tile)) {
     rows_.set_groups(scratch, step.gemms[0]);
   } else if (planner_.family().has_row_pass(format(), config.tile) && rows_.may_have_row_pass() &&
              most_tokens > 1) {

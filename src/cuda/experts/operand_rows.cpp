@@ -167,4 +167,12 @@ void OperandRows::set_groups(const Scratch& scratch, GemmParams& gemm) const {
   gemm.out_power_of_two = config_.scheme.activations->scale == DType::kE8M0;
 }
 
+void OperandRows::set_codes(const ForwardArgs& args, const Scratch& scratch,
+                            GemmParams& gemm) const {
+  gemm.out = scratch.quantized.codes;
+  gemm.out_pitch = scratch.quantized.pitch;
+  gemm.out_e4m3 = true;
+  gemm.out_factor = tensor_factor(packed(args).info().a2_scale.value_or(1));
+}
+
 }  // namespace fusedmoe::cuda

@@ -41,6 +41,8 @@ class OperandRows : public RowFormat {
   void set_activated(const Scratch& scratch, GemmParams& gemm) const;
   /// Where stores_groups(): what GEMM 1 must know.
   void set_groups(const Scratch& scratch, GemmParams& gemm) const;
+  /// The same where stores_codes().
+  void set_codes(const ForwardArgs& args, const Scratch& scratch, GemmParams& gemm) const;
 
  private:
   RowQuantizer quantizer_of(const PackedMatrices& reader) const;

@@ -12,4 +12,8 @@ bool RowFormat::stores_groups(const TileShape& tile) const {
          is_gated(config_.activation) && !config_.hooks && tile.has_whole_groups();
 }
 
+bool RowFormat::stores_codes() const {
+  return format_.stores_codes() && !config_.scheme.activations->dynamic && !config_.hooks;
+}
+
 }  // namespace fusedmoe::cuda

@@ -28,6 +28,8 @@ class RowFormat {
   /// True if GEMM 1's tile holds whole groups of 128 features, so that its epilogue can quantize
   /// them.
   bool stores_groups(const TileShape& tile) const;
+  /// True if GEMM 1 quantizes, in tiles of any shape: the scale is known, and the same for all.
+  bool stores_codes() const;
   /// Whether the launch of both GEMMs may quantize activated rows (RowPass).
   bool may_have_row_pass() const { return !needs_hidden_pass() && !config_.hooks; }
 

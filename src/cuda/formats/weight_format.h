@@ -38,6 +38,9 @@ struct WeightFormat {
   /// GEMM 1 can quantize and decode what it stores, see FusedMlpParams::quantizer.
   bool quantizes_rows = false;
 
+  /// GEMM 1 can store E4M3 codes whose scale is known, see GemmParams::out_e4m3. Kernels with
+  /// scales of K blocks do not carry the code.
+  constexpr bool stores_codes() const { return fp8_rows && !k_scales; }
   BlockGrid grid(std::int64_t width, std::int64_t k, bool gated) const {
     return block_grid(width, k, gated, block.k);
   }

@@ -11,7 +11,7 @@
 #include "cuda/device/store_transposed.cuh"
 #include "cuda/mlp/work_tile.cuh"
 #include "cuda/rows/activation.cuh"
-#include "cuda/rows/row_quantizer.cuh"
+#include "cuda/rows/row_transform.cuh"
 
 namespace fusedmoe::cuda {
 
@@ -249,6 +249,28 @@ __device__ __forceinline__ void sync_staged(const WarpgroupCoords<K>& coords) {
   }
 }
 
+template <typename K>
+inline constexpr bool kStoresCodes = K::Operands::kFormat.stores_codes();
+/// Bytes of an element that the GEMM stores, unless they are in fp32.
+template <typename K>
+__device__ __forceinline__ int out_bytes(const GemmParams& gemm) {
+  return kStoresCodes<K> && gemm.out_e4m3 ? 1 : int{sizeof(typename K::Output::Element)};
+}
+
+/// Writes a staged unit of 8 features: as it is, or as codes.
+template <typename K>
+__device__ __forceinline__ void write_staged(const GemmParams& gemm, const uint4& unit, char* out) {
+  if constexpr (kStoresCodes<K>) {
+    if (gemm.out_e4m3) {
+      UnitValues values;
+      read_values(K::Operands::kRowDType == DType::kF16, unit, values);
+      *reinterpret_cast<uint2*>(out) = multiply_to_fp8(values, gemm.out_factor);
+      return;
+    }
+  }
+  *reinterpret_cast<uint4*>(out) = unit;
+}
+
 /// A thread's share of the staged rows of a row block on their way out: of some tokens 16 bytes, a
 /// unit of 8 features.
 template <typename K>
@@ -272,8 +294,10 @@ class RowWriter {
     if (activates || is_gate_up) column = row_block * (kBlockRows / 2) + unit_ % 4 * 8;
     is_inside_ = column < gemm.width;
     if (is_gate_up) column += unit_ / 4 * gemm.width;
-    out_ = static_cast<Element*>(gemm.out) + tile.split * gemm.split_pitch +
-           (tile.first_row + first_token + token_) * gemm.out_pitch + column;
+    out_ = static_cast<char*>(gemm.out) +
+           (tile.split * gemm.split_pitch +
+            (tile.first_row + first_token + token_) * gemm.out_pitch + column) *
+               out_bytes<K>(gemm);
   }
 
   /// The next `count` tokens, which `rows` has.
@@ -281,7 +305,8 @@ class RowWriter {
                                         const RowQuantizer& quantizer, int expert) {
     const int tokens = kWriters >> units_log2();
     const Element* from = &rows[token_][unit_ * 8];
-    Element* out = out_;
+    char* out = out_;
+    const std::int64_t pitch = gemm_->out_pitch * out_bytes<K>(*gemm_);
     for (int first = 0; first < count; first += tokens) {
       const bool has_token = first + token_ < count;
       const unsigned mask = kWritesTogether<K> ? __ballot_sync(~0U, has_token) : 0;
@@ -293,12 +318,12 @@ class RowWriter {
             value = quantize_and_decode(quantizer, expert, value, mask);
           }
         }
-        if (is_inside_) *reinterpret_cast<uint4*>(out) = value;
+        if (is_inside_) write_staged<K>(*gemm_, value, out);
       }
       from += tokens * K::kStagedPitch;
-      out += tokens * gemm_->out_pitch;
+      out += tokens * pitch;
     }
-    out_ += K::kChunkTokens * gemm_->out_pitch;
+    out_ += K::kChunkTokens * pitch;
   }
 
  private:
@@ -310,7 +335,7 @@ class RowWriter {
   }
 
   const GemmParams* gemm_;
-  Element* out_;  // of the thread's first token
+  char* out_;  // of the thread's first token
   int token_, unit_;
   bool is_inside_;
 };

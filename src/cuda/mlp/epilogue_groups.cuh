@@ -10,12 +10,14 @@ namespace fusedmoe::cuda {
 
 /// The largest magnitude of a token's group, where two warpgroups have half of its features each:
 /// the larger of `own` and the other's. All threads of both; `chunk`: its number in the tile.
+/// Several lanes may have the same token.
 template <typename K>
-__device__ __forceinline__ void exchange_amax(SharedMemory<K>& shared,
-                                              const WarpgroupCoords<K>& coords, int chunk,
-                                              const int (&tokens)[K::kGroupTokens],
-                                              float (&amax)[K::kGroupTokens]) {
-  if constexpr (K::kRowGroups > 1 && !K::kHasEpilogueWarpgroup) {
+__device__ __forceinline__ float exchange_amax(SharedMemory<K>& shared,
+                                               const WarpgroupCoords<K>& coords, int chunk,
+                                               int token, float own) {
+  if constexpr (K::kRowGroups == 1 || K::kHasEpilogueWarpgroup) {
+    return own;
+  } else {
     static_assert(K::kRowGroups == 2);
     constexpr int kBarrier = 2 * K::kRowGroups;  // behind those of Turns
     // Chunks take turns at two arrays. When one is written again, all have met since it was read:
@@ -23,13 +25,88 @@ __device__ __forceinline__ void exchange_amax(SharedMemory<K>& shared,
     // reports each write with the read behind it, although a named barrier lies between them.)
     if (chunk == 0) sync_threads(256, kBarrier);
     auto& maxima = shared.group_amax[chunk % 2];
-#pragma unroll
-    for (int i = 0; i < K::kGroupTokens; ++i) maxima[coords.row_group()][tokens[i]] = amax[i];
+    maxima[coords.row_group()][token] = own;
     sync_threads(256, kBarrier);
+    return fmaxf(own, maxima[coords.row_group() ^ 1][token]);
+  }
+}
+
+/// Of kTokens numbers the largest of kLanes neighbouring lanes: lane l gets that of number
+/// l % kTokens. Both are powers of two.
+template <int kLanes, int kTokens>
+__device__ __forceinline__ float largest_of_lanes(const float (&numbers)[kTokens]) {
+  static_assert(kTokens <= kLanes);
+  float left[kTokens];
 #pragma unroll
-    for (int i = 0; i < K::kGroupTokens; ++i) {
-      amax[i] = fmaxf(amax[i], maxima[coords.row_group() ^ 1][tokens[i]]);
+  for (int i = 0; i < kTokens; ++i) left[i] = numbers[i];
+#pragma unroll
+  for (int count = kTokens / 2, lane = 1; count > 0; count /= 2, lane *= 2) {
+    // Of each two numbers, a lane keeps one and gives the other away.
+    const bool keeps_odd = threadIdx.x & lane;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      const float kept = keeps_odd ? left[2 * i + 1] : left[2 * i];
+      const float given = keeps_odd ? left[2 * i] : left[2 * i + 1];
+      left[i] = fmaxf(kept, __shfl_xor_sync(~0U, given, lane));
     }
+  }
+#pragma unroll
+  for (int lane = kTokens; lane < kLanes; lane *= 2) {
+    left[0] = fmaxf(left[0], __shfl_xor_sync(~0U, left[0], lane));
+  }
+  return left[0];
+}
+
+/// Quantizes staged rows of a chunk and stores them. A thread has a unit of 8 features of some
+/// tokens, `token_step` apart; kLanes neighbouring lanes have the units of a token.
+template <typename K, int kLanes>
+__device__ __forceinline__ void store_staged_groups(SharedMemory<K>& shared, const GemmParams& gemm,
+                                                    const WorkTile& tile,
+                                                    const WarpgroupCoords<K>& coords,
+                                                    int first_token, int own_token,
+                                                    int token_step) {
+  constexpr bool kIsF16 = K::Operands::kRowDType == DType::kF16;
+  using Pair = std::conditional_t<kIsF16, __half2, __nv_bfloat162>;
+  constexpr int kTokens = K::kGroupTokens;
+  const int unit = static_cast<int>(threadIdx.x % kLanes);
+  const int feature = first_row_block(tile, coords) * (kBlockRows / 2) + unit * 8;
+  const StagedRows<K>& rows = shared.rows[coords.row_group()];
+  uint4 units[kTokens];
+  float amax[kTokens];
+#pragma unroll
+  for (int i = 0; i < kTokens; ++i) {
+    units[i] = {};
+    if (feature < gemm.width) {
+      units[i] = *reinterpret_cast<const uint4*>(&rows[own_token + i * token_step][unit * 8]);
+    }
+    Pair largest(0.0F, 0.0F);
+    take_larger(units[i], largest);
+    amax[i] = larger(largest);
+  }
+  // A lane makes the scale of one token, and its inverse: each takes a division.
+  const int turn = unit % kTokens;
+  const float group_amax =
+      exchange_amax(shared, coords, first_token / K::kChunkTokens, own_token + turn * token_step,
+                    largest_of_lanes<kLanes>(amax));
+  const float own_scale = core::e4m3_group_scale(group_amax, gemm.out_power_of_two);
+  const float own_inverse = 1.0F / own_scale;
+  const std::int64_t first_row = tile.first_row + first_token + own_token;
+  const int left = tile.num_tokens - first_token - own_token;
+  if (unit < kTokens && coords.row_group() == 0 && turn * token_step < left &&
+      tile.row_block < gemm.row_blocks) {
+    gemm.out_scales[tile.row_block / kBlocksOfGroup * gemm.out_scale_pitch + first_row +
+                    turn * token_step] = own_scale;
+  }
+  char* out = static_cast<char*>(gemm.out) + first_row * gemm.out_pitch + feature;
+#pragma unroll
+  for (int i = 0; i < kTokens; ++i) {
+    const float scale = __shfl_sync(~0U, own_scale, i, kLanes);
+    const float inverse = __shfl_sync(~0U, own_inverse, i, kLanes);
+    UnitValues values;
+    read_values(kIsF16, units[i], values);
+    const uint2 codes = divide_to_fp8(values, scale, inverse);
+    if (i * token_step < left && feature < gemm.width) *reinterpret_cast<uint2*>(out) = codes;
+    out += token_step * gemm.out_pitch;
   }
 }
 
@@ -40,12 +117,9 @@ __device__ __forceinline__ void store_groups(SharedMemory<K>& shared, const Fuse
                                              const ScaleAndBias<K>& factors, const Read& read) {
   constexpr int kBlocks = kStoredRowBlocks<K>;
   // Lanes of a token: each has a unit of 8 features.
-  constexpr int kLanes = kBlocks * kBlockRows / 2 / 8, kTokensAtOnce = 128 / kLanes;
-  constexpr bool kIsF16 = K::Operands::kRowDType == DType::kF16;
+  constexpr int kLanes = kBlocks * kBlockRows / 2 / 8;
   const GemmParams& gemm = p.gemms[0];
   const int first_block = first_row_block(tile, coords), num_tokens = tile.num_tokens;
-  const int unit = coords.thread() % kLanes;
-  const int feature = first_block * (kBlockRows / 2) + unit * 8;
   StagedRows<K>& rows = shared.rows[coords.row_group()];
 #pragma unroll 1
   for (int first = 0; first < num_tokens; first += K::kChunkTokens) {
@@ -58,34 +132,8 @@ __device__ __forceinline__ void store_groups(SharedMemory<K>& shared, const Fuse
       stage_activated<K>(p.activation, coords, values, b * kBlockRows / 2, rows);
     }
     sync_warpgroup(coords);
-    int tokens[K::kGroupTokens];
-    UnitValues values[K::kGroupTokens];
-    float amax[K::kGroupTokens];
-#pragma unroll
-    for (int i = 0; i < K::kGroupTokens; ++i) {
-      tokens[i] = i * kTokensAtOnce + coords.thread() / kLanes;
-      uint4 raw{};
-      if (feature < gemm.width) {
-        raw = *reinterpret_cast<const uint4*>(&rows[tokens[i]][unit * 8]);
-      }
-      read_values(kIsF16, raw, values[i]);
-      amax[i] = amax_of_lanes<kLanes>(amax_of_values(values[i]));
-    }
-    exchange_amax(shared, coords, first / K::kChunkTokens, tokens, amax);
-#pragma unroll
-    for (int i = 0; i < K::kGroupTokens; ++i) {
-      const float scale = core::e4m3_group_scale(amax[i], gemm.out_power_of_two);
-      const uint2 codes = divide_to_fp8(values[i], scale);
-      if (first + tokens[i] >= num_tokens) continue;
-      const std::int64_t row = tile.first_row + first + tokens[i];
-      if (feature < gemm.width) {
-        *reinterpret_cast<uint2*>(static_cast<char*>(gemm.out) + row * gemm.out_pitch + feature) =
-            codes;
-      }
-      if (unit == 0 && first_block == tile.row_block) {
-        gemm.out_scales[tile.row_block / kBlocksOfGroup * gemm.out_scale_pitch + row] = scale;
-      }
-    }
+    store_staged_groups<K, kLanes>(shared, gemm, tile, coords, first, coords.thread() / kLanes,
+                                   128 / kLanes);
   }
 }
 

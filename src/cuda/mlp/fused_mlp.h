@@ -55,7 +55,11 @@ struct GemmParams {
   /// TileShape::has_whole_groups().
   float* out_scales = nullptr;
   std::int64_t out_scale_pitch = 0;
-  bool out_power_of_two = false;           ///< scales are powers of two
+  bool out_power_of_two = false;  ///< scales are powers of two
+  /// `out` are E4M3 codes of results times out_factor, one for all. For
+  /// WeightFormat::stores_codes().
+  bool out_e4m3 = false;
+  float out_factor = 1;
   bool out_f32 = false;                    ///< else of the layer's dtype; with Epilogue::kStore
   const std::int32_t* out_rows = nullptr;  ///< with out_f32: rows of `out`; null: the same order
   Epilogue epilogue = Epilogue::kStore;

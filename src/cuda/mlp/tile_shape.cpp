@@ -6,9 +6,9 @@
 namespace fusedmoe::cuda {
 
 std::string to_string(const TileShape& tile) {
-  const std::string row_blocks = tile.tokens_are_rows() ? core::format("t{}", tile.teams)
-                                 : tile.row_blocks > 1  ? core::format("r{}", tile.row_blocks)
-                                                        : std::string();
+  const std::string row_blocks = tile.tokens_are_rows  ? "t"
+                                 : tile.row_blocks > 1 ? core::format("r{}", tile.row_blocks)
+                                                       : std::string();
   const std::string stages = tile.stages == 0  ? core::format("c{}", tile.cluster)
                              : tile.depth == 1 ? core::format("s{}", tile.stages)
                                                : core::format("s{}d{}", tile.stages, tile.depth);

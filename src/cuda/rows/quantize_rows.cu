@@ -7,6 +7,7 @@
 #include "core/check.h"
 #include "cuda/device/launch.h"
 #include "cuda/rows/element.cuh"
+#include "cuda/rows/row_transform.h"
 #include "quant/quantize_scales.h"
 
 namespace fusedmoe::cuda {
@@ -125,9 +126,7 @@ __device__ Divisor divisor_of(const RowFormat& format, float amax) {
     result.factor = 1.0F / result.scale;
     result.zero = format.e2m1 ? result.code == 0 : amax == 0;
   } else if (format.scale == Scale::kStatic) {
-    // A reciprocal beyond fp32 means values that count as zero.
-    const float inverse = 1.0F / format.static_scale;
-    result.factor = isinf(inverse) ? 0.0F : inverse;
+    result.factor = tensor_factor(format.static_scale);
   } else {
     result.scale = format.scale == Scale::kRow ? core::e4m3_row_scale(amax)
                                                : core::e4m3_group_scale(amax, format.e8m0);

@@ -140,17 +140,21 @@ __device__ __forceinline__ uint2 round_to_fp8(const UnitValues& values) {
   return result;
 }
 
-/// The inverse of a larger scale is no normal number.
-inline constexpr float kLargestWithInverse = 0x1p126F;
+/// E4M3 codes of the values divided by the scale of their row or group. `inverse` is 1 / scale. It
+/// is no normal number only where the largest value is infinite: then the scale is infinite, too,
+/// or a power of two, and a product has the bits of the division.
+__device__ __forceinline__ uint2 divide_to_fp8(UnitValues& values, float scale, float inverse) {
+  constexpr float kLargestWithInverse = 0x1p126F;
+  const bool has_inverse = scale <= kLargestWithInverse;
+  transform_values(values, [&](float value) {
+    return has_inverse ? core::quotient(value, scale, inverse) : value * inverse;
+  });
+  return round_to_fp8(values);
+}
 
-/// E4M3 codes of the values divided by the scale of their row or group.
-__device__ __forceinline__ uint2 divide_to_fp8(UnitValues& values, float scale) {
-  const float inverse = 1.0F / scale;
-  if (scale <= kLargestWithInverse) {
-    transform_values(values, [&](float value) { return core::quotient(value, scale, inverse); });
-  } else {
-    transform_values(values, [&](float value) { return value / scale; });
-  }
+/// E4M3 codes of the values times a factor.
+__device__ __forceinline__ uint2 multiply_to_fp8(UnitValues& values, float factor) {
+  transform_values(values, [&](float value) { return value * factor; });
   return round_to_fp8(values);
 }
 
@@ -166,13 +170,9 @@ __device__ __forceinline__ Converted to_fp8(const RowTransform& t, const uint4& 
   }
   uint2 codes;
   if (fp8.scale == Scale::kRow || fp8.scale == Scale::kGroup) {
-    codes = divide_to_fp8(values, scale);
+    codes = divide_to_fp8(values, scale, 1.0F / scale);
   } else {
-    // If all values are zero or tiny, the scale is so small that its inverse is infinite in fp32.
-    // Then all codes are to be zero.
-    const float inverse = 1.0F / scale, factor = isinf(inverse) ? 0.0F : inverse;
-    transform_values(values, [&](float value) { return value * factor; });
-    codes = round_to_fp8(values);
+    codes = multiply_to_fp8(values, tensor_factor(scale));
   }
   return {{codes.x, codes.y, 0, 0}, scale};
 }

@@ -2,6 +2,7 @@
 // FP8.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 #include <optional>
 
@@ -45,6 +46,13 @@ inline Fp8Quantizer fp8_quantizer(const QuantKey& key, std::optional<float> stat
   quantizer.static_scale = static_scale.value_or(1);
   quantizer.amax = amax;
   return quantizer;
+}
+
+/// What values are multiplied by whose scale the whole tensor has. Where all of them are zero or
+/// tiny, the scale is so small that its inverse is infinite in fp32. Then all codes are to be zero.
+FUSEDMOE_HD inline float tensor_factor(float scale) {
+  const float inverse = 1.0F / scale;
+  return inverse > FLT_MAX || inverse < -FLT_MAX ? 0 : inverse;
 }
 
 struct RowTransform {

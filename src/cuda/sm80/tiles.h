@@ -11,24 +11,24 @@ namespace fusedmoe::cuda::sm80 {
 
 /// Of weights with 16 bits, from few tokens to many.
 inline constexpr TileShape kTiles16Bit[] = {
-    {16, 1, 2, 1, 1, 0, 3}, {16, 1, 1, 2, 1, 0, 4},  {32, 1, 1, 2, 1, 0, 3},
-    {64, 1, 1, 2, 1, 0, 3}, {128, 1, 1, 2, 1, 0, 2},
+    {16, 1, 2, 1, 1, false, 3}, {16, 1, 1, 2, 1, false, 4},  {32, 1, 1, 2, 1, false, 3},
+    {64, 1, 1, 2, 1, false, 3}, {128, 1, 1, 2, 1, false, 2},
 };
 
 /// Of 8-bit weights, which are decoded.
 inline constexpr TileShape kTiles8Bit[] = {
-    {16, 1, 2, 1, 1, 0, 4},
-    {16, 1, 1, 2, 1, 0, 5},
-    {32, 1, 1, 2, 1, 0, 5},
-    {64, 1, 1, 2, 1, 0, 4},
+    {16, 1, 2, 1, 1, false, 4},
+    {16, 1, 1, 2, 1, false, 5},
+    {32, 1, 1, 2, 1, false, 5},
+    {64, 1, 1, 2, 1, false, 4},
 };
 
 /// Of 4-bit weights, which are decoded. Decoders leave no registers for more tokens.
 inline constexpr TileShape kTiles4Bit[] = {
-    {16, 1, 4, 1, 1, 0, 3},
-    {16, 1, 1, 2, 1, 0, 4, 2},
-    {32, 1, 1, 2, 1, 0, 4, 2},
-    {64, 1, 1, 2, 1, 0, 4},
+    {16, 1, 4, 1, 1, false, 3},
+    {16, 1, 1, 2, 1, false, 4, 2},
+    {32, 1, 1, 2, 1, false, 4, 2},
+    {64, 1, 1, 2, 1, false, 4},
 };
 
 }  // namespace fusedmoe::cuda::sm80

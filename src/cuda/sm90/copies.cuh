@@ -45,9 +45,6 @@ __device__ inline void prefetch_weights(const FusedMlpParams& p, const WorkTile&
   }
 }
 
-/// Scales of a packed block, one for each slice.
-inline constexpr int kSliceScaleBytes = kSlices * sizeof(float);
-
 /// The token scales of a K block that a bulk copy brings for a tile: it begins at a multiple of 4
 /// scales, 16 bytes. The pitch is such a multiple, too, so the copy ends within it.
 struct TokenScaleCopy {
@@ -58,8 +55,7 @@ struct TokenScaleCopy {
   }
 };
 
-/// Weights of a tile, stage by stage; for one thread. With tokens as rows it also brings the scales
-/// of K blocks that have any, by bulk copies.
+/// Weights of a tile, stage by stage; for one thread.
 template <typename K>
 __device__ inline void copy_weights(SharedMemory<K>& shared, const FusedMlpParams& p,
                                     const WorkTile& tile, StageState<K>& stage) {
@@ -72,31 +68,18 @@ __device__ inline void copy_weights(SharedMemory<K>& shared, const FusedMlpParam
   const std::int32_t* token_tiles = shared.tile_prefix + tile.expert;
   const bool read_once = token_tiles[1] - token_tiles[0] == 1;
   const auto hint = p.weights_evict_first && read_once ? kEvictFirst : kEvictNormal;
-  const bool scaled = K::kTokensAreRows && K::Operands::kHasKScales && gemm.block_scales;
-  const int scale_pitch = gemm.k_blocks * kSlices;
-  const float* scales = gemm.block_scales;
-  if (scaled) {
-    scales +=
-        (static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + tile.row_block) * scale_pitch +
-        tile.k_begin * kSlices;
-  }
   for (int left = tile.k_end - tile.k_begin; left > 0; left -= K::kBlocksPerStage) {
     const int bytes = min(K::kBlocksPerStage, left) * K::kBlockBytes;
     std::uint64_t* full = &shared.stage_full[stage.index];
     std::uint8_t* target = shared.weights_at(stage.index, 0, 0);
     wait(&shared.stage_free[stage.index], stage.phase ^ 1);
-    Barrier::arrive_and_expect_tx(full, row_blocks * (bytes + (scaled ? kSliceScaleBytes : 0)));
+    Barrier::arrive_and_expect_tx(full, row_blocks * bytes);
 #pragma unroll
     for (int b = 0; b < K::kTileRowBlocks; ++b) {
       if (b >= row_blocks) break;
       bulk_copy(target + b * K::kRowBlockPitch, weights + b * row_pitch, bytes, full, hint);
-      if (scaled) {
-        bulk_copy(shared.weight_scales_at(stage.index, 0) + b * kSlices, scales + b * scale_pitch,
-                  kSliceScaleBytes, full, kEvictNormal);
-      }
     }
     weights += bytes;
-    if (scaled) scales += kSlices;
     stage.advance();
   }
 }
@@ -137,10 +120,10 @@ __device__ inline void copy_k_block(const CUtensorMap* boxes, std::uint64_t* ful
   }
 }
 
-/// Scales of a tile's K blocks, of weights and of token rows, stage by stage; for one warp, in
-/// tiles with weights as rows. promote() reads the scales of two tokens at once, so the first one
-/// of a tile must lie at a multiple of 8 bytes in shared memory. A bulk copy could not see to that,
-/// as an expert's rows may begin at any place of the source.
+/// Scales of a tile's K blocks, of weights and of token rows, stage by stage; for one warp. With
+/// tokens as rows those of token rows come by copy_activations(). promote() reads the scales of two
+/// tokens at once, so the first one of a tile must lie at a multiple of 8 bytes in shared memory. A
+/// bulk copy could not see to that, as an expert's rows may begin at any place of the source.
 template <typename K>
 __device__ inline void copy_scales(SharedMemory<K>& shared, const GemmParams& gemm,
                                    const WorkTile& tile, StageState<K>& stage) {
@@ -157,7 +140,7 @@ __device__ inline void copy_scales(SharedMemory<K>& shared, const GemmParams& ge
         cutlass::arch::cp_async<4>(&shared.weight_scales_at(stage.index, b)[lane],
                                    &gemm.block_scales[from * kSlices + lane % kSlices]);
       }
-      if (gemm.token_scale_pitch == 0) continue;
+      if (K::kTokensAreRows || gemm.token_scale_pitch == 0) continue;
       const float* from = gemm.token_scales + tile.first_row + (block + b) * gemm.token_scale_pitch;
       float* to = shared.token_scales_at(stage.index, b);
       for (int n = lane; n < tile.num_tokens; n += 32) cutlass::arch::cp_async<4>(&to[n], &from[n]);

@@ -6,7 +6,7 @@
 //   load_activations           one thread  brings the token rows of each tile
 //   load_scales                a warp      brings scales, where each K block has its own
 //   multiply_tiles             warpgroups  multiply; without an epilogue warpgroup they also store
-//   multiply_token_tiles       a warpgroup the same for a team (TileShape), without the two below
+//   multiply_token_tiles       warpgroups  the same with tokens as rows (TileShape)
 //   run_epilogues              a warpgroup stores small tiles while the next is multiplied;
 //                                          quantizes rows between the GEMMs (row_pass.cuh)
 //   publish_tiles              one thread  tells other thread blocks which tiles are stored
@@ -20,8 +20,8 @@
 // token rows for all. Its first block draws the tile index, and tells the others.
 //
 // Files: kernel.cuh (sizes, shared memory, barriers), copies.cuh, mainloop*.cuh, store_tile.cuh,
-// row_pass.cuh (what the roles do for one tile), token_rows.cuh (the same for teams); in mlp/
-// tile_scheduler.cuh (which tile is next), epilogue*.cuh and stored_rows.cuh.
+// row_pass.cuh (what the roles do for one tile), token_rows.cuh (the same with tokens as rows); in
+// mlp/ tile_scheduler.cuh (which tile is next), epilogue*.cuh and stored_rows.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -46,8 +46,8 @@ __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const 
   TileState<K> slot;
   // Where a launch has one GEMM, no tile waits for another. So each block owns a first tile, and
   // streams its weights before the counters are there. (With two GEMMs, owners could lock up: see
-  // above.) Teams draw all tiles.
-  const bool owns_first = !K::kTokensAreRows && p.num_gemms == 1;
+  // above.)
+  const bool owns_first = p.num_gemms == 1;
   const int num_owned = owns_first ? static_cast<int>(gridDim.x) / K::kCluster : 0;
   const auto draw = [&] { return rank == 0 ? num_owned + atomicAdd(p.counters, 1) : 0; };
   bool waits_for_counters = p.topk_ids != nullptr;
@@ -123,7 +123,7 @@ __device__ inline void load_scales(SharedMemory<K>& shared, const FusedMlpParams
     if (threadIdx.x % 32 == 0) arrive(&shared.tile_free[slot.index]);
     slot.advance();
     if (tile.gemm < 0) return;
-    if (tile.gemm == 1) wait_for_rows<K>(p, tile);
+    if (!K::kTokensAreRows && tile.gemm == 1) wait_for_rows<K>(p, tile);
     copy_scales(shared, p.gemms[tile.gemm], tile, stage);
   }
 }
@@ -168,12 +168,13 @@ __device__ __forceinline__ void multiply_token_tiles(SharedMemory<K>& shared,
     wait(&shared.tile_full[slot], count / kSlots % 2);
     const WorkTile& tile = shared.tiles[slot];
     if (tile.gemm < 0) return;
-    prefetch_column_factors<K>(p.gemms[0], tile);
+    const GemmParams& gemm = p.gemms[tile.gemm];
+    prefetch_column_factors<K>(gemm, tile);
     typename K::Accumulators accumulators;
-    multiply_token_rows(shared, p.gemms[0], tile, stage, accumulators);
+    multiply_token_rows(shared, gemm, tile, stage, accumulators);
     wait_for_previous(p);
     store_token_rows(shared, p, tile, accumulators);
-    arrive(&shared.tile_free[slot]);
+    arrive(&shared.tile_stored[slot]);
   }
 }
 
@@ -217,16 +218,13 @@ __global__ __launch_bounds__(K::kThreads,
                              1) void fused_mlp_kernel(const __grid_constant__ FusedMlpParams params,
                                                       const __grid_constant__ ActivationMaps maps) {
   extern __shared__ __align__(1024) std::uint8_t memory[];
-  auto* teams = reinterpret_cast<SharedMemory<K>*>(memory);
-  SharedMemory<K>& shared = teams[0];
+  SharedMemory<K>& shared = *reinterpret_cast<SharedMemory<K>*>(memory);
   const int rank = K::kCluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
 
   const int expert = read_expert(params);
-  for (int t = 0; t < K::kTeams; ++t) {
-    init_barriers(teams[t], has_k_scales<K>(params));
-    if constexpr (K::kTokensAreRows) clear_scales(teams[t]);
-    teams[t].tables.make(threadIdx.x, K::kThreads);
-  }
+  init_barriers(shared, has_k_scales<K>(params));
+  if constexpr (K::kTokensAreRows) clear_scales(shared);
+  shared.tables.make(threadIdx.x, K::kThreads);
   if (threadIdx.x == 0) {
     for (int i = 0; i < params.num_gemms; ++i) {
       constexpr int kFirst = K::kWideCopies ? 0 : ActivationMaps::first_box(K::kMaxTokens);
@@ -237,23 +235,13 @@ __global__ __launch_bounds__(K::kThreads,
   // it writes itself must be waited for here, or later by those who read it.
   if (!starts_early(params)) wait_for_previous_launch();
   if (!triggers_late(params)) let_next_launch_begin();
-  for (int t = 0; t < K::kTeams; ++t) count_tiles(teams[t], params, expert);
+  count_tiles(shared, params, expert);
   if constexpr (K::kCluster > 1) cute::cluster_sync();
 
   if (threadIdx.x < 128) {
     cutlass::arch::warpgroup_reg_dealloc<K::kLoadRegisters>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if constexpr (K::kTokensAreRows) {
-      static_assert(K::kTeams <= 2);
-      const int team = warp / 2;
-      if (team < K::kTeams && cute::elect_one_sync()) {
-        if (warp % 2 == 0) {
-          schedule_and_load_weights(teams[team], params, rank);
-        } else {
-          load_activations(teams[team], params, maps, rank);
-        }
-      }
-    } else if (warp == 0 && cute::elect_one_sync()) {
+    if (warp == 0 && cute::elect_one_sync()) {
       schedule_and_load_weights(shared, params, rank);
     } else if (warp == 1 && cute::elect_one_sync()) {
       load_activations(shared, params, maps, rank);
@@ -265,7 +253,7 @@ __global__ __launch_bounds__(K::kThreads,
   } else if (!K::kHasEpilogueWarpgroup || threadIdx.x < K::kThreads - 128) {
     cutlass::arch::warpgroup_reg_alloc<K::kMultiplyRegisters>();
     if constexpr (K::kTokensAreRows) {
-      multiply_token_tiles(teams[__shfl_sync(~0u, threadIdx.x / 128 - 1, 0)], params);
+      multiply_token_tiles(shared, params);
     } else {
       multiply_tiles(shared, params);
     }

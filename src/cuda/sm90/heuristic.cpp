@@ -33,19 +33,20 @@ TileShape choose_tile(const MlpShape& shape, const Load& load, const ConfigList&
   const auto room = [&](const TileShape& tile) {
     const double tokens = tile.max_tokens;
     if (!tile.has_epilogue_warpgroup()) {
-      const bool has_groups = tile.has_whole_groups() || tile.tokens_are_rows();
-      return shape.stores_groups && !has_groups ? 0.0 : tokens;
+      return shape.stores_groups && !tile.has_whole_groups() ? 0.0 : tokens;
     }
     if (!few && (tile == with_k_groups || !epilogue_warpgroup_beyond)) return 0.0;
     // An epilogue warpgroup takes longer over many rows than a short K takes to multiply.
     return std::min(
         {tokens, 1.5 * k, set.mma_sync_tokens > 0 ? double(set.mma_sync_tokens) : tokens});
   };
-  constexpr int kShort = 8;
+  // Blocks of a cluster wait for each other at the end of each tile. With tokens as rows that pays
+  // where K is long.
+  constexpr int kShort = 8, kLong = 64;
   TileShape chosen;
   for (const KernelConfig& config : configs) {
-    // Blocks of a cluster wait for each other at the end of each tile.
-    if (config.tile.cluster > 1 && k_blocks < kShort) continue;
+    const int least = config.tile.tokens_are_rows ? kLong : kShort;
+    if (config.tile.cluster > 1 && k_blocks < least) continue;
     chosen = config.tile;
     if (room(chosen) >= load.rows + load.spread) break;
   }
@@ -98,9 +99,8 @@ KernelConfig choose_tiles(const MlpShape& shape) {
   }
   // Few tiles of GEMM 2 end late: one and a half for each multiprocessor where they are bound by
   // their weights, one where there are more rows to add.
-  // A multiprocessor has as many tiles at a time as teams, and each takes so much longer.
   constexpr int kFewTokens = 64;
-  const double wanted = tile.max_tokens <= kFewTokens ? 1.5 : std::max(1, tile.teams);
+  const double wanted = tile.max_tokens <= kFewTokens ? 1.5 : 1;
   KernelConfig chosen;
   for (const KernelConfig& config : configs) {
     if (config.tile != tile || !is_long_enough(shape, config.splits)) continue;

@@ -38,9 +38,8 @@ struct Kernel {
   static constexpr TileShape kTile = kSet.tiles[kIndex];
   static constexpr int kMaxTokens = kTile.max_tokens, kCluster = kTile.cluster;
   static constexpr int kRowGroups = kTile.row_groups, kKGroups = kTile.k_groups;
-  static constexpr bool kTokensAreRows = kTile.tokens_are_rows();
-  static_assert(!kTokensAreRows || kTile.warpgroups() == 1);
-  static constexpr int kTeams = kTokensAreRows ? kTile.teams : 1;
+  static constexpr bool kTokensAreRows = kTile.tokens_are_rows;
+  static_assert(!kTokensAreRows || kTile.warpgroups() == kTile.row_groups);
   static constexpr int kRowBlocks = kTile.row_blocks;             // of a row group
   static constexpr int kTileRowBlocks = kTile.tile_row_blocks();  // of a thread block
   static constexpr int kClusterRowBlocks = kTileRowBlocks * kCluster;
@@ -55,12 +54,11 @@ struct Kernel {
   // Whether the epilogue warpgroup can also quantize what GEMM 1 has stored (row_pass.cuh).
   static constexpr bool kHasRowPass = kSet.has_row_pass(kTile);
   static_assert(!kHasRowPass || kCluster == 1);
-  static constexpr int kThreads =
-      128 * (1 + kTeams * kWarpgroups + (kHasEpilogueWarpgroup ? 1 : 0));
+  static constexpr int kThreads = 128 * (1 + kWarpgroups + (kHasEpilogueWarpgroup ? 1 : 0));
 
   // A thread's accumulators as wgmma leaves them: row blocks by tokens, or where tokens are the
-  // rows blocks of 64 tokens by the weight rows of the tile.
-  static constexpr int kColumns = kTokensAreRows ? kTileRowBlocks * kBlockRows : kMaxTokens;
+  // rows blocks of 64 tokens by the weight rows of the row group.
+  static constexpr int kColumns = kTokensAreRows ? kRowBlocks * kBlockRows : kMaxTokens;
   static constexpr int kAccumulators = kColumns / 2;
   static constexpr int kTokenBlocks = kTokensAreRows ? kMaxTokens / kBlockRows : 1;
   using Accumulators = float[kTokensAreRows ? kTokenBlocks : kRowBlocks][kAccumulators];
@@ -77,9 +75,9 @@ struct Kernel {
   // What the loading threads need, or can do with where accumulators are many.
   static constexpr int kLeastLoadRegisters = kAllAccumulators > 176 ? 40 : 56;
   static constexpr int kMultiplyRegisters =
-      (kAllRegisters - kEpilogueRegisters - kLeastLoadRegisters) / (kTeams * kWarpgroups) / 8 * 8;
+      (kAllRegisters - kEpilogueRegisters - kLeastLoadRegisters) / kWarpgroups / 8 * 8;
   static constexpr int kLoadRegisters =
-      kAllRegisters - kEpilogueRegisters - kTeams * kWarpgroups * kMultiplyRegisters;
+      kAllRegisters - kEpilogueRegisters - kWarpgroups * kMultiplyRegisters;
 
   static_assert(kAllAccumulators + (kPromotes ? 32 : 48) <= kMultiplyRegisters,
                 "the tile's accumulators leave no registers");
@@ -141,9 +139,8 @@ struct Kernel {
   static constexpr int kStoredRowBlocks = kHasEpilogueWarpgroup ? kRowGroups : kRowBlocks;
   static constexpr int kGroupTokens = kChunkTokens * kStoredRowBlocks / 32;
   // Elements of a staged row on its way out; eight rows lie on different banks.
-  static constexpr int kStagedFeatures = kTokensAreRows                          ? kBlockRows / 2
-                                         : kStoresGroups && kStoredRowBlocks > 2 ? 2 * kBlockRows
-                                                                                 : kBlockRows;
+  static constexpr int kStagedFeatures =
+      kStoresGroups && kStoredRowBlocks > 2 ? 2 * kBlockRows : kBlockRows;
   static constexpr int kStagedPitch =
       kStagedFeatures + 16 / static_cast<int>(sizeof(typename Output::Element));
 
@@ -152,8 +149,7 @@ struct Kernel {
   __host__ __device__ static constexpr int row_prefix_offset(int /*num_experts*/) {
     return kMaxExperts / 2 + 1;
   }
-  // Of a team: its share of what a thread block may have on sm_90.
-  static constexpr int kSharedLimit = 232448 / kTeams / 1024 * 1024;
+  static constexpr int kSharedLimit = 232448;  // of a thread block on sm_90
   // Warpgroups that publish partial accumulators, and a thread's; at least 1, as there is no array
   // of nothing.
   static constexpr int kPartials = kHasEpilogueWarpgroup ? kWarpgroups : 1;
@@ -173,7 +169,6 @@ struct Kernel {
   static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
 };
 
-/// Of a team, or of the thread block where there are none.
 template <OperandPolicy Operands, int kIndex>
 struct SharedMemory<Kernel<Operands, kIndex>> {
   using K = Kernel<Operands, kIndex>;
@@ -252,7 +247,7 @@ __device__ __forceinline__ void init_barriers(SharedMemory<K>& shared, bool has_
   switch (threadIdx.x / 32) {
     case 1:
       // Weights, activations, and each lane that copies scales, if they come apart.
-      init(shared.stage_full, has_k_scales && !K::kTokensAreRows ? 2 + 32 : 2);
+      init(shared.stage_full, has_k_scales ? 2 + 32 : 2);
       break;
     case 2:
       init(shared.stage_free, K::kMultiplyThreads * K::kCluster);
@@ -265,8 +260,8 @@ __device__ __forceinline__ void init_barriers(SharedMemory<K>& shared, bool has_
       init(shared.tile_stored, 128 * K::kStoringWarpgroups);
       break;
     case 5:
-      // Activations and scales loaded, stored; a team's threads tell the latter themselves.
-      init(shared.tile_free, K::kTokensAreRows ? 1 + 128 : has_k_scales ? 3 : 2);
+      // Activations and scales loaded, stored.
+      init(shared.tile_free, has_k_scales ? 3 : 2);
       break;
     case 6:
       Barrier::init(&shared.partials_full, K::kMultiplyThreads);

@@ -49,7 +49,7 @@ inline constexpr std::array kKernelSets = {
     KernelSet{&formats::kF16, kTiles16Bit},
     KernelSet{&formats::kFp8, kTilesFp8, 1, 0, 96},
     KernelSet{&formats::kFp8Rows, kTilesFp8Rows, 1, 0, 96},
-    KernelSet{&formats::kFp8F16, std::span<const TileShape>(kTilesFp8).first(4), 1, 0, 96},
+    KernelSet{&formats::kFp8F16, kTilesFp8F16, 1, 0, 96},
     KernelSet{&formats::kW4a8, kTilesDecodedFp8, 1, 0, 192},
     KernelSet{&formats::kMxfp4Fp8, kTilesDecodedFp8, 1, 0, 192},
     decoded_set(formats::kMxfp4Bf16, 4, kTiles16Bit),

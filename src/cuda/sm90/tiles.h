@@ -18,17 +18,25 @@ inline constexpr TileShape kTilesDecoded[] = {
 
 /// The tiles of FP8. Each K block is summed up in temporary accumulators and then added to the
 /// others; so large tiles leave room for both. With tokens as rows a thread has the accumulators of
-/// four tokens, so it needs four token scales for a K block. Of the two tiles of 96 tokens the
-/// second has whole groups.
+/// four tokens, so it needs four token scales for a K block.
 inline constexpr TileShape kTilesFp8[] = {
-    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 2, 1, 2, 1},
-    {96, 2, 1, 1, 2}, {96, 2, 1, 2, 1}, {128, 1, 1, 2, 2, 2},
+    {16, 1, 4, 1, 1},        {32, 4, 1, 1, 1},        {64, 2, 1, 2, 1},
+    {128, 2, 1, 2, 1, true}, {128, 2, 1, 2, 2, true},
 };
 
 /// Without scales of K blocks. No groups are quantized in their epilogue, for which two warpgroups
 /// would have to exchange largest magnitudes. So tiles of 64 tokens can have four warpgroups.
 inline constexpr TileShape kTilesFp8Rows[] = {
-    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 4, 1, 1, 1}, {96, 2, 1, 1, 2}, {128, 1, 1, 2, 2, 2},
+    {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1},        {64, 4, 1, 1, 1},
+    {96, 2, 1, 1, 2}, {128, 2, 1, 2, 1, true}, {128, 2, 1, 2, 2, true},
+};
+
+/// Of f16 rows, which tiles with tokens as rows cannot weight.
+inline constexpr TileShape kTilesFp8F16[] = {
+    {16, 1, 4, 1, 1},
+    {32, 4, 1, 1, 1},
+    {64, 2, 1, 2, 1},
+    {96, 2, 1, 1, 2},
 };
 
 /// FP8 tiles of decoded weights. wgmma takes only its rows from registers, so tokens cannot be

@@ -1,27 +1,35 @@
 // Tiles whose tokens are wgmma's rows and whose weight rows are its columns (TileShape): the main
-// loop and the epilogue of a team. A thread has the accumulators of two tokens of each block of 64,
-// t and t + 8; of each slice of 8 weight rows those of two neighbours. So to add a K block it needs
-// the scales of two tokens at a time, where with weights as rows it needs those of a quarter of the
-// tile's tokens. And a warp has whole rows of the output.
+// loop and the epilogue of a row group, a warpgroup with all tokens and half of the weight rows. A
+// thread has the accumulators of two tokens of each block of 64, t and t + 8; of each slice of 8
+// weight rows those of two neighbours. So to add a K block it needs the scales of two tokens at a
+// time, where with weights as rows it needs those of a quarter of the tile's tokens. And a warp has
+// whole rows of the output.
 #pragma once
 
-#include "cuda/mlp/epilogue.cuh"
+#include "cuda/mlp/epilogue_groups.cuh"
 #include "cuda/sm90/mainloop_stage.cuh"
 #include "cuda/sm90/store_matrices.cuh"
 
 namespace fusedmoe::cuda {
 
-/// Slices of 8 weight rows of a tile.
+/// Slices of 8 weight rows of a row group.
 template <typename K>
-inline constexpr int kTileSlices = K::kTileRowBlocks* kSlices;
+inline constexpr int kGroupSlices = K::kRowBlocks* kSlices;
 
-/// A thread's place in its team. Read anew wherever it is needed: what depends on it would
+/// A thread's place in its warpgroup. Read anew wherever it is needed: what depends on it would
 /// otherwise be computed before the first tile and occupy registers in all main loops.
-struct TeamThread {
+template <typename K>
+struct TileThread {
   unsigned index;  // without a sign, so that dividing it takes one instruction
-  __device__ __forceinline__ TeamThread() {
+  int row_group;
+  __device__ __forceinline__ TileThread() {
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    row_group = static_cast<int>(index / 128) - 1;
     index %= 128;
+  }
+  /// The first row block of its row group in a tile.
+  __device__ int first_row_block(const WorkTile& tile) const {
+    return tile.row_block + row_group * K::kRowBlocks;
   }
   __device__ int lane() const { return static_cast<int>(index % 32); }
   /// The first of its warp's 16 tokens, in a block of 64.
@@ -47,20 +55,22 @@ __device__ inline void clear_scales(SharedMemory<K>& shared) {
   cutlass::arch::fence_view_async_shared();  // before the bulk copies
 }
 
-/// As multiply_promoted(), of so many blocks of 64 tokens. While a team promotes, the tensor cores
-/// work for the other.
+/// As multiply_promoted(), of so many blocks of 64 tokens. While a row group promotes, the tensor
+/// cores work for the other.
 template <KBlockScales kScales, int kTokenBlocks, typename K>
 __device__ __forceinline__ void multiply_k_blocks(SharedMemory<K>& shared, const GemmParams& gemm,
-                                                  const WorkTile& tile, StageState<K>& stage,
+                                                  const WorkTile& tile, int row_group,
+                                                  StageState<K>& stage,
                                                   typename K::Accumulators& accumulators) {
   constexpr bool kTwo = kScales == KBlockScales::kTwo,
                  kOfSlices = kScales == KBlockScales::kOfSlices;
   // Of the thread's, among a stage's token scales.
-  int first_token = TokenScaleCopy::offset(tile) + TeamThread().token();
+  int first_token = TokenScaleCopy::offset(tile) + TileThread<K>().token();
   asm volatile("" : "+r"(first_token));  // else it is made anew for each K block
   for (int left = tile.k_end - tile.k_begin; left > 0; --left) {
     wait(&shared.stage_full[stage.index], stage.phase);
-    const Descriptor<> weights(cute::cast_smem_ptr_to_uint(shared.weights_at(stage.index, 0, 0)));
+    const Descriptor<> weights(
+        cute::cast_smem_ptr_to_uint(shared.weights_at(stage.index, row_group * K::kRowBlocks, 0)));
     const std::uint32_t activations =
         cute::cast_smem_ptr_to_uint(shared.activations_at(stage.index, 0));
 #pragma unroll
@@ -77,8 +87,8 @@ __device__ __forceinline__ void multiply_k_blocks(SharedMemory<K>& shared, const
       cute::warpgroup_commit_batch();
       const float* of_tokens =
           shared.token_scales_at(stage.index, 0) + b * kBlockRows + first_token;
-      const auto* of_slices =
-          reinterpret_cast<const float2*>(shared.weight_scales_at(stage.index, 0));
+      const auto* of_slices = reinterpret_cast<const float2*>(
+          shared.weight_scales_at(stage.index, 0) + row_group * kGroupSlices<K>);
       float products[2][2];
       if constexpr (kTwo) {
         const float2 two = of_slices[0];
@@ -94,7 +104,7 @@ __device__ __forceinline__ void multiply_k_blocks(SharedMemory<K>& shared, const
       const bool is_last = b + 1 == kTokenBlocks;
       if (is_last && !kOfSlices) release_stage(shared, stage.index);
 #pragma unroll
-      for (int s = 0; s < kTileSlices<K>; ++s) {
+      for (int s = 0; s < kGroupSlices<K>; ++s) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float scale = 1;
@@ -115,13 +125,24 @@ __device__ __forceinline__ void multiply_k_blocks(SharedMemory<K>& shared, const
 template <KBlockScales kScales, typename K>
 __device__ __forceinline__ void multiply_token_blocks(SharedMemory<K>& shared,
                                                       const GemmParams& gemm, const WorkTile& tile,
-                                                      StageState<K>& stage,
+                                                      int row_group, StageState<K>& stage,
                                                       typename K::Accumulators& accumulators) {
   static_assert(K::kTokenBlocks == 2);
   if (tile.num_tokens > kBlockRows) {
-    multiply_k_blocks<kScales, 2>(shared, gemm, tile, stage, accumulators);
+    multiply_k_blocks<kScales, 2>(shared, gemm, tile, row_group, stage, accumulators);
   } else {
-    multiply_k_blocks<kScales, 1>(shared, gemm, tile, stage, accumulators);
+    multiply_k_blocks<kScales, 1>(shared, gemm, tile, row_group, stage, accumulators);
+  }
+}
+
+/// For a row group behind the last row block.
+template <typename K>
+__device__ __forceinline__ void pass_stages(SharedMemory<K>& shared, const WorkTile& tile,
+                                            StageState<K>& stage) {
+  for (int left = tile.k_end - tile.k_begin; left > 0; --left) {
+    wait(&shared.stage_full[stage.index], stage.phase);
+    release_stage(shared, stage.index);
+    stage.advance();
   }
 }
 
@@ -134,27 +155,35 @@ __device__ __forceinline__ void multiply_token_rows(SharedMemory<K>& shared, con
 #pragma unroll
     for (float& accumulator : block) accumulator = 0;
   }
+  // Of the warp: what depends on it is the same for all lanes, and in uniform registers.
+  const int row_group = __shfl_sync(~0U, TileThread<K>().row_group, 0);
+  if (tile.row_block + row_group * K::kRowBlocks >= gemm.row_blocks) {
+    return pass_stages(shared, tile, stage);
+  }
   if constexpr (K::Operands::kHasKScales) {
     if (gemm.block_scales || gemm.token_scale_pitch > 0) {
       if (gemm.two_scales_a_tile) {
-        multiply_token_blocks<KBlockScales::kTwo>(shared, gemm, tile, stage, accumulators);
+        multiply_token_blocks<KBlockScales::kTwo>(shared, gemm, tile, row_group, stage,
+                                                  accumulators);
       } else {
-        multiply_token_blocks<KBlockScales::kOfSlices>(shared, gemm, tile, stage, accumulators);
+        multiply_token_blocks<KBlockScales::kOfSlices>(shared, gemm, tile, row_group, stage,
+                                                       accumulators);
       }
       return;
     }
   }
-  multiply_token_blocks<KBlockScales::kNone>(shared, gemm, tile, stage, accumulators);
+  multiply_token_blocks<KBlockScales::kNone>(shared, gemm, tile, row_group, stage, accumulators);
 }
 
 /// To the L2, during the main loop.
 template <typename K>
 __device__ inline void prefetch_column_factors(const GemmParams& gemm, const WorkTile& tile) {
-  constexpr int kFloats = 8;  // of a sector
-  const int thread = static_cast<int>(TeamThread().index);
-  if (thread >= K::kColumns / kFloats) return;
-  const auto block = static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + tile.row_block;
-  const std::int64_t column = block * kBlockRows + thread * kFloats;
+  constexpr unsigned kFloats = 8;  // of a sector
+  const TileThread<K> thread;
+  if (thread.index >= K::kColumns / kFloats) return;
+  const auto block =
+      static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + thread.first_row_block(tile);
+  const std::int64_t column = block * kBlockRows + thread.index * kFloats;
   if (column >= (tile.expert + std::int64_t{1}) * gemm.row_blocks * kBlockRows) return;
   if (gemm.scales) prefetch_l2(gemm.scales + column);
   if (gemm.bias) prefetch_l2(gemm.bias + column);
@@ -169,8 +198,9 @@ using TokenBlock = float[K::kAccumulators];
 /// are any.
 template <typename K>
 __device__ __forceinline__ void finish_block(const GemmParams& gemm, const WorkTile& tile,
-                                             int first_token, TokenBlock<K>& values) {
-  const TeamThread thread;
+                                             int first_block, int first_token,
+                                             TokenBlock<K>& values) {
+  const TileThread<K> thread;
   if (gemm.token_scales && gemm.token_scale_pitch == 0) {
     const int last = tile.num_tokens - 1, token = first_token + thread.token();
     const float* scales = gemm.token_scales + tile.first_row;
@@ -181,8 +211,8 @@ __device__ __forceinline__ void finish_block(const GemmParams& gemm, const WorkT
   const bool has_bias = gemm.bias && tile.split == 0;
   if (!gemm.scales && !has_bias) return;
 #pragma unroll
-  for (int b = 0; b < K::kTileRowBlocks; ++b) {
-    const int row_block = min(tile.row_block + b, gemm.row_blocks - 1);
+  for (int b = 0; b < K::kRowBlocks; ++b) {
+    const int row_block = min(first_block + b, gemm.row_blocks - 1);
     const std::int64_t first_row =
         (static_cast<std::int64_t>(tile.expert) * gemm.row_blocks + row_block) * kBlockRows +
         thread.lane() % 4 * 2;
@@ -200,6 +230,24 @@ __device__ __forceinline__ void finish_block(const GemmParams& gemm, const WorkT
   }
 }
 
+/// Rounds values of the slices from `begin` on to 16 bits and stages them in a warp's rows.
+template <typename K, int kCount>
+__device__ __forceinline__ void stage_slices(typename K::Output::Element (*staged)[K::kStagedPitch],
+                                             int lane, const float (&values)[kCount], int begin) {
+  __syncwarp();  // those before are written
+#pragma unroll
+  for (int s = 0; s < K::kStagedFeatures / 8; s += 2) {
+    std::uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int of_slice = 4 * (begin + s) + 2 * i;
+      pairs[i] = K::Output::round(values[of_slice], values[of_slice + 1]);
+    }
+    store_matrices(&staged[lane % 16][(s + lane / 16) * 8], pairs);
+  }
+  __syncwarp();
+}
+
 /// Rounds values of some slices to 16 bits and writes them to `out`, from `first_feature` on. With
 /// `is_gate_up` even slices are gate's features and odd ones up's. Features from the row's width on
 /// are left out.
@@ -210,26 +258,16 @@ __device__ __forceinline__ void write_slices(SharedMemory<K>& shared, const Gemm
                                              bool is_gate_up) {
   using Element = typename K::Output::Element;
   constexpr int kWarpTokens = 16, kUnits = K::kStagedFeatures / 8, kTokensAtOnce = 32 / kUnits;
-  const TeamThread thread;
+  const TileThread<K> thread;
   const int lane = thread.lane(), unit = lane % kUnits;
-  auto* staged = &shared.rows[0][thread.warp_token()];
+  auto* staged = &shared.rows[thread.row_group][thread.warp_token()];
   const int first = first_token + thread.warp_token() + lane / kUnits;
-  auto* out = static_cast<Element*>(gemm.out) + tile.split * gemm.split_pitch +
-              (tile.first_row + first) * gemm.out_pitch;
+  char* out = static_cast<char*>(gemm.out) +
+              (tile.split * gemm.split_pitch + (tile.first_row + first) * gemm.out_pitch) *
+                  out_bytes<K>(gemm);
 #pragma unroll
   for (int begin = 0; begin < kCount / 4; begin += kUnits) {
-    __syncwarp();  // those before are written
-#pragma unroll
-    for (int s = 0; s < kUnits; s += 2) {
-      std::uint32_t pairs[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int of_slice = 4 * (begin + s) + 2 * i;
-        pairs[i] = K::Output::round(values[of_slice], values[of_slice + 1]);
-      }
-      store_matrices(&staged[lane % 16][(s + lane / 16) * 8], pairs);
-    }
-    __syncwarp();
+    stage_slices<K>(staged, lane, values, begin);
     const int slice = begin + unit;
     const int feature = first_feature + (is_gate_up ? slice / 2 : slice) * 8;
     if (feature >= gemm.width) continue;
@@ -237,8 +275,8 @@ __device__ __forceinline__ void write_slices(SharedMemory<K>& shared, const Gemm
 #pragma unroll
     for (int t = 0; t < kWarpTokens; t += kTokensAtOnce) {
       if (first + t >= tile.num_tokens) break;
-      *reinterpret_cast<uint4*>(out + t * gemm.out_pitch + column) =
-          *reinterpret_cast<const uint4*>(&staged[t + lane / kUnits][unit * 8]);
+      write_staged<K>(gemm, *reinterpret_cast<const uint4*>(&staged[t + lane / kUnits][unit * 8]),
+                      out + (t * gemm.out_pitch + column) * out_bytes<K>(gemm));
     }
   }
 }
@@ -248,7 +286,7 @@ template <typename K>
 __device__ __forceinline__ void write_slices_f32(const GemmParams& gemm, const WorkTile& tile,
                                                  int first_token, const TokenBlock<K>& values,
                                                  int first_feature) {
-  const TeamThread thread;
+  const TileThread<K> thread;
   const int feature = first_feature + thread.lane() % 4 * 2;
 #pragma unroll
   for (int t = 0; t < 2; ++t) {
@@ -259,7 +297,7 @@ __device__ __forceinline__ void write_slices_f32(const GemmParams& gemm, const W
     float* out = static_cast<float*>(gemm.out) + tile.split * gemm.split_pitch +
                  row * gemm.out_pitch + feature;
 #pragma unroll
-    for (int s = 0; s < kTileSlices<K>; ++s) {
+    for (int s = 0; s < kGroupSlices<K>; ++s) {
       if (feature + 8 * s >= gemm.width) break;
       *reinterpret_cast<float2*>(out + 8 * s) =
           make_float2(values[4 * s + 2 * t], values[4 * s + 2 * t + 1]);
@@ -267,14 +305,30 @@ __device__ __forceinline__ void write_slices_f32(const GemmParams& gemm, const W
   }
 }
 
+/// As store_groups(), of a block of 64 tokens.
+template <typename K, int kCount>
+__device__ __forceinline__ void write_groups(SharedMemory<K>& shared, const GemmParams& gemm,
+                                             const WorkTile& tile, int first_token,
+                                             const float (&values)[kCount]) {
+  constexpr int kLanes = K::kStagedFeatures / 8;
+  static_assert(kCount / 4 == kLanes);
+  const TileThread<K> thread;
+  auto* staged = &shared.rows[thread.row_group][thread.warp_token()];
+  stage_slices<K>(staged, thread.lane(), values, 0);
+  store_staged_groups<K, kLanes>(shared, gemm, tile, WarpgroupCoords<K>{thread.row_group},
+                                 first_token, thread.warp_token() + thread.lane() / kLanes,
+                                 32 / kLanes);
+}
+
 template <typename K>
 __device__ __forceinline__ void store_block(SharedMemory<K>& shared, const FusedMlpParams& p,
                                             const WorkTile& tile, int first_token,
                                             TokenBlock<K>& values) {
   static_assert(!K::Output::kQuantizes && !K::Output::kWeightsRows);
-  const GemmParams& gemm = p.gemms[0];
-  finish_block<K>(gemm, tile, first_token, values);
-  const int first_row = tile.row_block * kBlockRows;
+  const GemmParams& gemm = p.gemms[tile.gemm];
+  const int first_block = TileThread<K>().first_row_block(tile);
+  finish_block<K>(gemm, tile, first_block, first_token, values);
+  const int first_row = first_block * kBlockRows;
   if (gemm.out_f32) return write_slices_f32<K>(gemm, tile, first_token, values, first_row);
   if (gemm.epilogue == Epilogue::kActivate) {  // slices of gate and up alternate
     constexpr int kActivated = K::kAccumulators / 2;
@@ -288,6 +342,11 @@ __device__ __forceinline__ void store_block(SharedMemory<K>& shared, const Fused
       }
     });
     auto& activated = reinterpret_cast<float(&)[kActivated]>(values);
+    if constexpr (K::kStoresGroups) {
+      if (gemm.out_scales) {
+        return write_groups(shared, gemm, tile, first_token, activated);
+      }
+    }
     return write_slices(shared, gemm, tile, first_token, activated, first_row / 2, false);
   }
   if (gemm.epilogue == Epilogue::kActivateGate) {
