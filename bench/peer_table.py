@@ -3,8 +3,8 @@
 `time / floor = ratio` in us for each model and number of tokens and, where peers were measured on
 the same routing, the best one's time. A cell that is more than 2 % slower than that has a "!".
 
-With --ratios one table for all files instead, a cell `time / floor, best peer / ours`, and one of
-geometric means up to 128 tokens and from 512 on."""
+With --ratios two tables for all files instead, whose cells have `time / floor` and `best peer /
+ours`: geometric means over the models, which docs/performance.md has, and each model."""
 
 import argparse
 import csv
@@ -69,34 +69,37 @@ def read_ratios(path, peers):
     return ratios
 
 
+def ratio_cell(cells):
+    """Of some models with one number of tokens: geometric means of the two ratios."""
+    floors = [ratio for ratio, _ in cells]
+    gains = [gain for _, gain in cells if gain]
+    if not floors:
+        return ""
+    text = f"{geomean(floors):.2f} x floor"
+    return text + (f"<br>peer {geomean(gains):.2f} x" if gains else "")
+
+
 def print_ratios(paths, peers):
     # results/h200-COMMIT-NAME.csv
     names = [os.path.splitext(os.path.basename(path))[0].split("-", 2)[2] for path in paths]
     names = [NAMES.get(name, name) for name in names]
     files = {name: read_ratios(path, peers_of(path, peers)) for name, path in zip(names, paths)}
     sizes = sorted({tokens for cells in files.values() for _, tokens in cells})
-    print("| weights, model | " + " | ".join(f"M={size}" for size in sizes) + " |")
+    head = " | ".join(["1 token"] + [str(size) for size in sizes[1:]])
+    print(f"| weights | {head} | behind |")
+    print("| --- " * (len(sizes) + 2) + "|")
+    for name, cells in files.items():
+        texts = [ratio_cell([cell for (_, t), cell in cells.items() if t == size]) for size in sizes]
+        gains = [gain for _, gain in cells.values() if gain]
+        behind = f"{sum(gain < 1 / 1.02 for gain in gains)} of {len(gains)}" if gains else ""
+        print(f"| {name} | " + " | ".join(texts) + f" | {behind} |")
+    print(f"\n| weights, model | {head} |")
     print("| --- " * (len(sizes) + 1) + "|")
     for name, cells in files.items():
         for model in dict.fromkeys(model for model, _ in cells):
-            texts = []
-            for size in sizes:
-                ratio, gain = cells.get((model, size), (None, None))
-                texts.append("" if ratio is None else f"{ratio:.2f}" + (f", {gain:.2f}" if gain else ""))
+            here = [cells[model, size] for size in sizes if (model, size) in cells]
+            texts = [f"{ratio:.2f}" + (f", {gain:.2f}" if gain else "") for ratio, gain in here]
             print(f"| {name} {model} | " + " | ".join(texts) + " |")
-    print("\n| weights | time / floor | best peer / ours | least | cells more than 2 % behind |")
-    print("| --- | --- | --- | --- | --- |")
-    for name, cells in files.items():
-        halves = [[cell for (_, t), cell in cells.items() if (t <= 128) == few] for few in (True, False)]
-        floors = ", ".join(f"{geomean([ratio for ratio, _ in half]):.2f}" for half in halves)
-        gains = [[gain for _, gain in half if gain] for half in halves]
-        if not all(gains):
-            print(f"| {name} | {floors} | | | |")
-            continue
-        both = gains[0] + gains[1]
-        behind = sum(gain < 1 / 1.02 for gain in both)
-        print(f"| {name} | {floors} | " + ", ".join(f"{geomean(gain):.2f}" for gain in gains) +
-              f" | {min(both):.2f} | {behind} of {len(both)} |")
 
 
 def print_table(path, peers):
