@@ -25,7 +25,7 @@ TEST(CSelectionTest, AnswersForAGpuThatIsNotHere) {
   EXPECT_GT(small, 0U);
   EXPECT_GT(large, small);
 
-  config.compute_capability = 80;
+  config.compute_capability = 75;
   fusedmoe_selection* none = nullptr;
   EXPECT_EQ(fusedmoe_explain(&config, &none), FUSEDMOE_INVALID_ARGUMENT);
   config.device_type = FUSEDMOE_CUDA;

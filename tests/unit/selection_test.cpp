@@ -240,6 +240,26 @@ TEST(SelectionTest, ANamedComputeCapabilityNeedsNoDevice) {
   }
 }
 
+/// A quarter of the rows that so many tokens can have.
+TEST(SelectionTest, ScratchFollowsTheExpertRowsThatThereIsRoomFor) {
+  for (const int capability : {0, 80, 90}) {
+    MoeConfig config = gpt_oss_config();
+    if (capability > 0) {
+      config.device = {DeviceKind::kCuda, 0};
+      config.compute_capability = capability;
+    }
+    const ModularKernel kernel = explain(config).create(make_context());
+    ProblemSize problem = ProblemSize::of(config, 4096);
+    const WorkspaceSizes all = kernel.experts().workspace_sizes(problem);
+    problem.max_rows = 4096 * config.topk / 4;
+    const WorkspaceSizes some = kernel.experts().workspace_sizes(problem);
+    EXPECT_LT(some.workspace13_bytes + some.workspace2_bytes,
+              (all.workspace13_bytes + all.workspace2_bytes) / 2)
+        << capability;
+    EXPECT_EQ(some.output_shape, all.output_shape);
+  }
+}
+
 TEST(SelectionTest, EveryComputeCapabilitySinceAmpereHasExperts) {
   MoeConfig config = gpt_oss_config();
   config.device = {DeviceKind::kCuda, 0};
