@@ -105,7 +105,8 @@ StepSizes::StepSizes(const RankRules& rules, const ProblemSize& caller, const Pr
   // A rank's own rows lie there too, even where it has no experts.
   if (to_all) capacity = std::max(capacity, max_tokens);
   const std::int64_t slots = rules.size * max_tokens * topk;
-  max_rows = fixed || rules.one_pass ? 0 : room_for_rows(rules, slots, topk);
+  const bool all = fixed || rules.one_pass || rules.receive_capacity > 0;
+  max_rows = all ? 0 : room_for_rows(rules, slots, topk);
   if (max_rows >= capacity * topk) max_rows = 0;
 }
 

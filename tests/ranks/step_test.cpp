@@ -165,7 +165,7 @@ TEST_P(Steps, MoreExpertRowsThanThereIsRoomForTakeSeveralPasses) {
   }
 }
 
-/// What would be needed for all slots of all tokens on one rank.
+/// Less than for all slots of all tokens on one rank, and never less for more tokens.
 TEST(StepSizesTest, WorkspaceFollowsTheRowsThatAreLikely) {
   constexpr std::int64_t kMany = 10000;
   const auto comms = make_communicators(4, false, {kPatient});
@@ -179,6 +179,13 @@ TEST(StepSizesTest, WorkspaceFollowsTheRowsThatAreLikely) {
                          rank_options(how, DType::kBF16, kMany, comms[rank]));
     EXPECT_LT(layer.workspace_bytes(kMany), layer.workspace_bytes(kMany, true) * 9 / 10);
     EXPECT_LE(layer.workspace_bytes(8), layer.workspace_bytes(8, true)) << "few rows";
+    LayerOptions limited = rank_options(how, DType::kBF16, kMany, comms[rank]);
+    limited.ranks.receive_capacity = 300;
+    const MoeLayer with_capacity(make_layer_weights({spec}), limited);
+    for (std::int64_t n = 1; n < 600; ++n) {  // around the first sizes with less room
+      EXPECT_LE(layer.workspace_bytes(n), layer.workspace_bytes(n + 1)) << n;
+      EXPECT_LE(with_capacity.workspace_bytes(n), with_capacity.workspace_bytes(n + 1)) << n;
+    }
   });
 }
 
