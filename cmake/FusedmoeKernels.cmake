@@ -1,7 +1,8 @@
-# Writes the source files that instantiate kernels for the policies of operands, src/cuda/formats/: a
-# file for each policy and folder of kernels, as three quarters of the time that one instance takes
-# are its headers, and a table for each folder. Sets FUSEDMOE_KERNELS_<folder> to them. A line below is
-# a policy: its header, its type, and how many tile shapes it has of sm90 and of sm80.
+# Writes the source files that instantiate kernels for the policies of operands, src/cuda/formats/, and
+# a table for each folder of kernels; sets FUSEDMOE_KERNELS_<folder> to them. Most of the time that a
+# file takes are its headers: those of few kernels share a file with all policies of a header, sm90 has
+# one for each policy. A line below is a policy: its header, its type, and how many tile shapes it has
+# of sm90 and of sm80.
 set(operands
   as_is.cuh       Bf16Operands             7 5
   as_is.cuh       F16Operands              7 5
@@ -28,24 +29,36 @@ set(operands
 
 set(kernels ${CMAKE_CURRENT_BINARY_DIR}/kernels)
 
-# fusedmoe_write_kernels(<folder> <policy> <content>): a file with a function <folder>_<policy>() that
-# returns what the folder's table has of the policy.
-function(fusedmoe_write_kernels folder policy content)
-  set(file ${kernels}/${folder}/${policy}.cu)
-  file(CONFIGURE OUTPUT ${file} CONTENT "${content}" @ONLY)
-  # A kernel that spills registers is slow, not wrong: nobody would notice.
-  set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS "-Xptxas=-Werror")
-  set(FUSEDMOE_KERNELS_${folder} ${FUSEDMOE_KERNELS_${folder}} ${file} PARENT_SCOPE)
+# fusedmoe_add_kernels(<folder> <file> <header> <launch header> <policy> <function>): appends a function
+# <folder>_<policy>() that returns what the folder's table has of the policy.
+function(fusedmoe_add_kernels folder file header launch policy content)
+  set(path ${kernels}/${folder}/${file}.cu)
+  if(NOT path IN_LIST FUSEDMOE_KERNELS_${folder})
+    set(text "#include \"cuda/formats/${header}\"\n#include \"cuda/${folder}/${launch}\"\n\n"
+      "namespace fusedmoe::cuda {\n")
+    list(JOIN text "" text)
+    # A kernel that spills registers is slow, not wrong: nobody would notice.
+    set_source_files_properties(${path} PROPERTIES COMPILE_OPTIONS "-Xptxas=-Werror")
+    set(FUSEDMOE_KERNELS_${folder} ${FUSEDMOE_KERNELS_${folder}} ${path} PARENT_SCOPE)
+  else()
+    set(text "${text_${folder}_${file}}")
+  endif()
+  string(CONFIGURE "${content}" content @ONLY)
+  set(text_${folder}_${file} "${text}\n${content}" PARENT_SCOPE)
   set(policies_${folder} ${policies_${folder}} ${policy} PARENT_SCOPE)
 endfunction()
 
 # The tiles of one policy. The kernels of sm80 have a namespace of their own.
-set(tiles_content [[
-#include "cuda/formats/@header@"
-#include "cuda/@folder@/launch_kernel.cuh"
-
-namespace fusedmoe::cuda {
-
+macro(fusedmoe_add_tiles folder scope tiles file)
+  if(${tiles} GREATER 0)
+    set(scope ${scope})
+    set(tiles ${tiles})
+    set(launches "")
+    math(EXPR last "${tiles} - 1")
+    foreach(index RANGE ${last})
+      string(APPEND launches "      &${scope}launch_kernel<${policy}, ${index}>,\n")
+    endforeach()
+    fusedmoe_add_kernels(${folder} ${file} ${header} launch_kernel.cuh ${policy} [[
 FormatLaunches @folder@_@policy@() {
   static constexpr LaunchMlp kLaunches[] = {
 @launches@  };
@@ -53,39 +66,27 @@ FormatLaunches @folder@_@policy@() {
                 "cmake/FusedmoeKernels.cmake has another number");
   return {@policy@::kFormat.name, kLaunches};
 }
-
-}  // namespace fusedmoe::cuda
 ]])
-macro(fusedmoe_write_tiles folder scope tiles)
-  if(${tiles} GREATER 0)
-    set(launches "")
-    math(EXPR last "${tiles} - 1")
-    foreach(index RANGE ${last})
-      string(APPEND launches "      &${scope}launch_kernel<${policy}, ${index}>,\n")
-    endforeach()
-    string(REPLACE "@folder@" "${folder}" content "${tiles_content}")
-    string(REPLACE "@scope@" "${scope}" content "${content}")
-    fusedmoe_write_kernels(${folder} ${policy} "${content}")
   endif()
 endmacro()
 
 while(operands)
   list(POP_FRONT operands header policy sm90_tiles sm80_tiles)
-  fusedmoe_write_tiles(sm90 "" ${sm90_tiles})
-  fusedmoe_write_tiles(sm80 sm80:: ${sm80_tiles})
-  fusedmoe_write_kernels(one_token ${policy} [[
-#include "cuda/formats/@header@"
-#include "cuda/one_token/launch_one_token.cuh"
-
-namespace fusedmoe::cuda {
-
+  get_filename_component(stem ${header} NAME_WE)
+  fusedmoe_add_tiles(sm90 "" ${sm90_tiles} ${policy})
+  fusedmoe_add_tiles(sm80 sm80:: ${sm80_tiles} ${stem})
+  fusedmoe_add_kernels(one_token ${stem} ${header} launch_one_token.cuh ${policy} [[
 OneTokenKernel one_token_@policy@() {
   return {@policy@::kFormat.name, &launch_one_token<@policy@>};
 }
-
-}  // namespace fusedmoe::cuda
 ]])
 endwhile()
+foreach(folder sm90 sm80 one_token)
+  foreach(path IN LISTS FUSEDMOE_KERNELS_${folder})
+    get_filename_component(file ${path} NAME_WE)
+    file(CONFIGURE OUTPUT ${path} CONTENT "${text_${folder}_${file}}\n}  // namespace fusedmoe::cuda\n" @ONLY)
+  endforeach()
+endforeach()
 
 # fusedmoe_write_table(<folder> <type> <content>): `content` with @calls@ in a file that knows the
 # functions of the folder.
