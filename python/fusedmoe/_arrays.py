@@ -19,6 +19,8 @@ _ML_DTYPES = {
     "float8_e5m2": ("uint8", "e5m2"),
     "float8_e8m0fnu": ("uint8", "e8m0"),
 }
+Array = Any
+"""An array of NumPy, PyTorch, CuPy, JAX or anything else with DLPack, or a Tensor."""
 _TORCH_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
@@ -129,26 +131,38 @@ def given(settings: Dict[str, Any]) -> Dict[str, Any]:
     return {key: value for key, value in settings.items() if value is not None}
 
 
-def as_tensor(x: Any) -> Tensor:
+def as_tensor(x: Array) -> Tensor:
     """`x` as a fusedmoe.Tensor that shares its memory and keeps it alive.
 
     `Tensor.view(dtype)` names the same bytes by another type, as "e4m3", "e8m0" or "e2m1" for
     uint8; `Tensor.astype(dtype)` converts among f64, f32, f16 and bf16. A Tensor goes back by
     DLPack: `numpy.from_dlpack(tensor)`, `torch.from_dlpack(tensor)`.
 
-    Raises ValueError for what is no array, or has a type or device that the library lacks.
+    Raises:
+        ValueError: for what is no array, or has a type or device that the library lacks.
     """
     return _core.as_tensor(array(x))
 
 
 def empty(shape: Iterable[int], dtype: str = "bf16", device: str = "cpu") -> Tensor:
-    """Uninitialised memory. `dtype`: "f32", "bf16", "i32", "u8", "e4m3", ...; `device`: "cuda:0".
+    """Uninitialised memory.
 
-    Raises MemoryError, and RuntimeError or NotImplementedError for a device that cannot be used.
+    Args:
+        shape: at most 6 numbers.
+        dtype: "f32", "bf16", "i32", "u8", "e4m3", ...
+        device: "cpu" or "cuda:0".
+
+    Raises:
+        MemoryError: where there is not so much.
+        RuntimeError, NotImplementedError: for a device that cannot be used.
     """
     return _core.empty(list(shape), dtype, device)
 
 
 def load_file(path: "str | os.PathLike[str]") -> Dict[str, Tensor]:
-    """The tensors of a safetensors file, read into memory. Raises OSError."""
+    """The tensors of a safetensors file, read into memory.
+
+    Raises:
+        OSError: for a file that cannot be read or is malformed.
+    """
     return _core.load_file(os.fspath(path))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Optional
 
 from . import _core
-from ._arrays import array, output_like, scratch_of, stream_of
+from ._arrays import Array, array, output_like, scratch_of, stream_of
 from ._core import PackCache
 
 _default_cache = PackCache()
@@ -17,29 +17,29 @@ def clear_cache() -> None:
 
 
 def fused_experts(
-    hidden_states: Any,
-    w13: Any,
-    w2: Any,
-    topk_weights: Any,
-    topk_ids: Any,
+    hidden_states: Array,
+    w13: Array,
+    w2: Array,
+    topk_weights: Array,
+    topk_ids: Array,
     *,
     inplace: bool = False,
-    out: Any = None,
+    out: Optional[Array] = None,
     activation: Optional[str] = None,
     apply_router_weight_on_input: bool = False,
     global_num_experts: int = -1,
-    expert_map: Any = None,
+    expert_map: Optional[Array] = None,
     scheme: Optional[str] = None,
-    w1_scale: Any = None,
-    w2_scale: Any = None,
-    w1_zp: Any = None,
-    w2_zp: Any = None,
-    w1_global_scale: Any = None,
-    w2_global_scale: Any = None,
-    a1_scale: Any = None,
-    a2_scale: Any = None,
-    w1_bias: Any = None,
-    w2_bias: Any = None,
+    w1_scale: Optional[Array] = None,
+    w2_scale: Optional[Array] = None,
+    w1_zp: Optional[Array] = None,
+    w2_zp: Optional[Array] = None,
+    w1_global_scale: Optional[Array] = None,
+    w2_global_scale: Optional[Array] = None,
+    a1_scale: Optional[Array] = None,
+    a2_scale: Optional[Array] = None,
+    w1_bias: Optional[Array] = None,
+    w2_bias: Optional[Array] = None,
     alpha: Optional[float] = None,
     beta: Optional[float] = None,
     limit: Optional[float] = None,
@@ -51,35 +51,57 @@ def fused_experts(
     require: Optional[str] = None,
     stream: Optional[int] = None,
     cache: Optional[PackCache] = None,
-) -> Any:
+) -> Array:
     """The experts' weighted sum over the routed tokens; names and meanings are vLLM's.
 
     The first call with some weights packs them, which takes long. Later calls with the same
     memory, shapes and settings reuse that. The cache keeps the packed weights and the arrays they
     came from: a program that wants one copy makes a MoELayer instead.
 
-    hidden_states: (num_tokens, hidden) f32, bf16 or f16; rows may have a stride.
-    w13: (E, 2 * intermediate, hidden), gate rows before up rows; (E, intermediate, hidden) where
-        the activation has no gate. Packed FP4: uint8, two values per byte of the last dimension.
-    w2: (E, hidden, intermediate).
-    topk_weights, topk_ids: (num_tokens, topk) float32 and int32; global ids, -1 selects nothing.
-    inplace: writes to hidden_states. out: or to this array, which may be float32.
-    activation: "silu" (default), "gelu", "swigluoai", ...; alpha, beta, limit, situ_beta,
-        situ_linear_beta: its parameters.
-    global_num_experts: -1: those of w13. expert_map: (global_num_experts) int32, global -> local
-        expert or -1.
-    scheme: of quantized weights, a name of schemes(): "mxfp4_w4a16", "fp8_block", ...
-    w1_scale, w1_zp, w1_global_scale, w1_bias: of w13, with its leading dimensions; w2_*: of w2.
-        Scales of e4m3 and e8m0 also as uint8. a1_scale, a2_scale: static activation scales.
-    gate_up_layout: "gate_up" (default), "up_gate" or "interleaved" rows of w13.
-    transposed: w13 is (E, hidden, 2 * intermediate), w2 (E, intermediate, hidden).
-    scale_layout: "flat" (default) or "tiled_128x4".
-    require: an implementation by name, or an error; default: the best.
-    stream: handle of a CUDA stream; default: PyTorch's current one for its tensors, else the
-        default stream. cache: of the caller's; default: one for the process.
+    Args:
+        hidden_states: (num_tokens, hidden) f32, bf16 or f16; rows may have a stride.
+        w13: (E, 2 * intermediate, hidden), gate rows before up rows; (E, intermediate, hidden)
+            where the activation has no gate. Packed FP4: uint8, two values per byte of the last
+            dimension.
+        w2: (E, hidden, intermediate).
+        topk_weights: (num_tokens, topk) float32.
+        topk_ids: (num_tokens, topk) int32; global ids, -1 selects nothing.
+        inplace: write to hidden_states.
+        out: write to this array, which may be float32.
+        activation: "silu" (default), "gelu", "swigluoai", ...
+        apply_router_weight_on_input: scale the rows before the experts instead of their outputs.
+        global_num_experts: -1: those of w13.
+        expert_map: (global_num_experts) int32, global -> local expert or -1.
+        scheme: of quantized weights, a name of schemes(): "mxfp4_w4a16", "fp8_block", ...
+        w1_scale: of w13, with its leading dimensions; e4m3 and e8m0 also as uint8.
+        w2_scale: of w2, likewise.
+        w1_zp: zero points of w13.
+        w2_zp: zero points of w2.
+        w1_global_scale: of w13, one for each expert.
+        w2_global_scale: of w2, one for each expert.
+        a1_scale: static scale of the activations that w13 multiplies.
+        a2_scale: static scale of those that w2 multiplies.
+        w1_bias: of w13, with its leading dimensions.
+        w2_bias: of w2, with its leading dimensions.
+        alpha: of the activation.
+        beta: of the activation.
+        limit: of the activation.
+        situ_beta: of the activation "situ".
+        situ_linear_beta: of the activation "situ".
+        gate_up_layout: "gate_up" (default), "up_gate" or "interleaved" rows of w13.
+        transposed: w13 is (E, hidden, 2 * intermediate), w2 (E, intermediate, hidden).
+        scale_layout: "flat" (default) or "tiled_128x4".
+        require: an implementation by name, or an error; default: the best.
+        stream: handle of a CUDA stream; default: PyTorch's current one for its tensors, else the
+            default stream.
+        cache: of the caller's; default: one for the process.
 
-    Returns (num_tokens, hidden), of the kind of hidden_states. Raises ValueError for arguments that
-    do not fit each other, NotImplementedError with the reasons where no implementation fits.
+    Returns:
+        (num_tokens, hidden), of the kind of hidden_states.
+
+    Raises:
+        ValueError: for arguments that do not fit each other.
+        NotImplementedError: with the reasons where no implementation fits.
     """
     if inplace and out is not None and out is not hidden_states:
         raise ValueError("inplace cannot be used with out: both say where the output goes")

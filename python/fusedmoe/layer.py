@@ -6,7 +6,7 @@ import os
 from typing import Any, Callable, Dict, List, Optional, Union
 
 from . import _core
-from ._arrays import array, checked, given, output_like, scratch_of, stream_of
+from ._arrays import Array, array, checked, given, output_like, scratch_of, stream_of
 from .ranks import Communicator
 
 Path = Union[str, "os.PathLike[str]"]
@@ -15,13 +15,16 @@ Path = Union[str, "os.PathLike[str]"]
 class Checkpoint:
     """A folder with config.json and *.safetensors, or one safetensors file. Reads headers only.
 
-    read_files: read tensors when they are needed instead of mapping the files; mapped files must
-    not be changed in place before their layers are made.
-    family: how the model's tensors are named: a built-in family, or a JSON file (docs/families.md);
-    default: the family that the config names.
+    Args:
+        path: the folder or the file.
+        read_files: read tensors when they are needed instead of mapping the files; mapped files
+            must not be changed in place before their layers are made.
+        family: how the model's tensors are named: a built-in family, or a JSON file
+            (docs/families.md); default: the family that the config names.
 
-    Raises OSError for files that cannot be read or are malformed, NotImplementedError for a model
-    that the library does not know.
+    Raises:
+        OSError: for files that cannot be read or are malformed.
+        NotImplementedError: for a model that the library does not know.
     """
 
     def __init__(
@@ -107,14 +110,14 @@ class MoELayer:
     @classmethod
     def from_tensors(
         cls,
-        w13: Any,
-        w2: Any,
+        w13: Array,
+        w2: Array,
         *,
         topk: int,
         num_experts: Optional[int] = None,
-        router_weight: Any = None,
-        router_bias: Any = None,
-        e_score_correction_bias: Any = None,
+        router_weight: Optional[Array] = None,
+        router_bias: Optional[Array] = None,
+        e_score_correction_bias: Optional[Array] = None,
         scoring_func: Optional[str] = None,
         renormalize: bool = False,
         renormalize_epsilon: Optional[float] = None,
@@ -124,9 +127,9 @@ class MoELayer:
         apply_router_weight_on_input: bool = False,
         num_zero_experts: int = 0,
         sparsemixer_jitter: Optional[float] = None,
-        latent_down: Any = None,
-        latent_up: Any = None,
-        expert_map: Any = None,
+        latent_down: Optional[Array] = None,
+        latent_up: Optional[Array] = None,
+        expert_map: Optional[Array] = None,
         intermediate: Optional[int] = None,
         shared: Optional[Dict[str, Any]] = None,
         weights: Optional[Dict[str, Any]] = None,
@@ -134,23 +137,38 @@ class MoELayer:
     ) -> "MoELayer":
         """A layer from the caller's tensors, which are not needed afterwards.
 
-        w13 (E, 2 * intermediate, hidden), w2 (E, hidden, intermediate); `weights`: what belongs to
-        them, with the names of fused_experts(): {"scheme": ..., "w1_scale": ..., ...}.
-        router_weight (num_experts, hidden), router_bias (num_experts), e_score_correction_bias
-        (num_experts) float32. Without router_weight only forward_routed() works.
-        scoring_func, renormalize, renormalize_epsilon, num_expert_group, topk_group,
-        routed_scaling_factor, sparsemixer_jitter: see route().
-        expert_map: (num_experts) int32, global -> local expert or -1; num_experts: default E.
-        intermediate: of the whole layer; must be given with tp_size > 1, where w13 and w2 are whole
-            or this rank's slice, and the bias of w2 counts on tp_rank 0 alone.
-        num_zero_experts: experts that return their input; the router's tensors have rows for them,
-            behind those of the others.
-        latent_down (latent, hidden), latent_up (hidden, latent): projections around the routed
-            experts, whose tensors then have `latent` where others have hidden.
-        shared: of shared experts, {"w13": (1, ...), "w2": ..., "gate": (1, hidden), ...}.
-        options: see from_checkpoint().
+        Args:
+            w13: (E, 2 * intermediate, hidden).
+            w2: (E, hidden, intermediate).
+            topk: experts of a token.
+            num_experts: of all ranks; default: E.
+            router_weight: (num_experts, hidden); without it only forward_routed() works.
+            router_bias: (num_experts).
+            e_score_correction_bias: (num_experts) float32.
+            scoring_func: see route().
+            renormalize: see route().
+            renormalize_epsilon: see route().
+            num_expert_group: see route().
+            topk_group: see route().
+            routed_scaling_factor: see route().
+            apply_router_weight_on_input: see fused_experts().
+            num_zero_experts: experts that return their input; the router's tensors have rows for
+                them, behind those of the others.
+            sparsemixer_jitter: see route().
+            latent_down: (latent, hidden), before the routed experts, whose tensors then have
+                `latent` where others have hidden.
+            latent_up: (hidden, latent), behind them.
+            expert_map: (num_experts) int32, global -> local expert or -1.
+            intermediate: of the whole layer; must be given with tp_size > 1, where w13 and w2 are
+                whole or this rank's slice, and the bias of w2 counts on tp_rank 0 alone.
+            shared: of shared experts, {"w13": (1, ...), "w2": ..., "gate": (1, hidden), ...}.
+            weights: what belongs to w13 and w2, with the names of fused_experts():
+                {"scheme": ..., "w1_scale": ..., ...}.
+            **options: see from_checkpoint().
 
-        Raises ValueError for tensors that do not fit each other, TypeError for unknown names.
+        Raises:
+            ValueError: for tensors that do not fit each other.
+            TypeError: for unknown names.
         """
         router = {
             "topk": topk,
@@ -192,38 +210,45 @@ class MoELayer:
 
     def __call__(
         self,
-        hidden_states: Any,
+        hidden_states: Array,
         *,
-        out: Any = None,
-        topk_weights: Any = None,
-        topk_ids: Any = None,
-        router_logits: Any = None,
-        expert_load: Any = None,
+        out: Optional[Array] = None,
+        topk_weights: Optional[Array] = None,
+        topk_ids: Optional[Array] = None,
+        router_logits: Optional[Array] = None,
+        expert_load: Optional[Array] = None,
         accumulate: bool = False,
         stream: Optional[int] = None,
-        workspace: Any = None,
+        workspace: Optional[Array] = None,
         max_tokens: int = 0,
-        dropped_rows: Any = None,
+        dropped_rows: Optional[Array] = None,
         fixed_sizes: bool = False,
-    ) -> Any:
+    ) -> Array:
         """The layer's output, (num_tokens, hidden), of the kind of hidden_states.
 
-        hidden_states: (num_tokens, hidden) of the layer's dtype, on its device.
-        out: array to write to; accumulate: to add to.
-        topk_weights (num_tokens, topk) float32, topk_ids (num_tokens, topk) int32, router_logits
-        (num_tokens, num_experts) float32, expert_load (num_experts) int32: arrays that are filled
-        with what the router found, where given; columns and elements of zero experts come last.
-        stream: as for fused_experts(). On CUDA the call only enqueues.
-        workspace: scratch memory, workspace_bytes(num_tokens) of uint8, 64-byte aligned; default:
-            of PyTorch's allocator for its CUDA tensors, else the layer's own.
-        max_tokens: with a communicator, the most tokens of any rank in this call, the same on all;
-            default: max_tokens_per_rank.
-        dropped_rows: (1) int32, filled with how many rows of these tokens found no room on the
-            ranks that they went to; see the option drop_rows.
-        fixed_sizes: send max_tokens rows to each rank and count nothing, the same on all ranks; a
-            call that a CUDA graph records does so in any case.
+        On CUDA the call only enqueues. Arrays for what the router found are filled where they are
+        given; columns and elements of zero experts come last.
 
-        Raises ValueError that names the argument at fault.
+        Args:
+            hidden_states: (num_tokens, hidden) of the layer's dtype, on its device.
+            out: array to write to.
+            topk_weights: (num_tokens, topk) float32, filled.
+            topk_ids: (num_tokens, topk) int32, filled.
+            router_logits: (num_tokens, num_experts) float32, filled.
+            expert_load: (num_experts) int32, filled.
+            accumulate: add to out.
+            stream: as for fused_experts().
+            workspace: scratch memory, workspace_bytes(num_tokens) of uint8, 64-byte aligned;
+                default: of PyTorch's allocator for its CUDA tensors, else the layer's own.
+            max_tokens: with a communicator, the most tokens of any rank in this call, the same on
+                all; default: max_tokens_per_rank.
+            dropped_rows: (1) int32, filled with how many rows of these tokens found no room on the
+                ranks that they went to; see the option drop_rows.
+            fixed_sizes: send max_tokens rows to each rank and count nothing, the same on all ranks;
+                a call that a CUDA graph records does so in any case.
+
+        Raises:
+            ValueError: names the argument at fault.
         """
         if out is None:
             out = output_like(hidden_states, self._output_dtype)
@@ -245,23 +270,27 @@ class MoELayer:
 
     def forward_routed(
         self,
-        hidden_states: Any,
-        topk_weights: Any,
-        topk_ids: Any,
+        hidden_states: Array,
+        topk_weights: Array,
+        topk_ids: Array,
         *,
-        out: Any = None,
+        out: Optional[Array] = None,
         accumulate: bool = False,
         stream: Optional[int] = None,
-        workspace: Any = None,
+        workspace: Optional[Array] = None,
         max_tokens: int = 0,
-        dropped_rows: Any = None,
+        dropped_rows: Optional[Array] = None,
         fixed_sizes: bool = False,
-    ) -> Any:
-        """The same with the caller's routing: (num_tokens, topk) float32 and int32; global ids, -1
-        selects nothing. Raises ValueError for other ids (on CUDA they select nothing).
+    ) -> Array:
+        """The same with the caller's routing. The other arguments are as in a call of the layer.
 
-        out, accumulate, stream, workspace, max_tokens, dropped_rows, fixed_sizes: as in a call of
-        the layer.
+        Args:
+            hidden_states: (num_tokens, hidden) of the layer's dtype, on its device.
+            topk_weights: (num_tokens, topk) float32.
+            topk_ids: (num_tokens, topk) int32; global ids, -1 selects nothing.
+
+        Raises:
+            ValueError: for other ids (on CUDA they select nothing).
         """
         if out is None:
             out = output_like(hidden_states, self._output_dtype)
@@ -281,16 +310,16 @@ class MoELayer:
 
     def begin(
         self,
-        hidden_states: Any,
-        topk_weights: Any = None,
-        topk_ids: Any = None,
+        hidden_states: Array,
+        topk_weights: Optional[Array] = None,
+        topk_ids: Optional[Array] = None,
         *,
-        out: Any = None,
+        out: Optional[Array] = None,
         accumulate: bool = False,
         stream: Optional[int] = None,
-        workspace: Any = None,
+        workspace: Optional[Array] = None,
         max_tokens: int = 0,
-        dropped_rows: Any = None,
+        dropped_rows: Optional[Array] = None,
         fixed_sizes: bool = False,
     ) -> "Step":
         """Starts a call: routes, or takes the caller's routing, and sends rows. Its compute() runs
@@ -320,7 +349,11 @@ class MoELayer:
 
     def shared_bytes(self, num_tokens: int) -> int:
         """Memory that a call takes beside its workspace, where ranks are processes of one host that
-        share memory; else 0. num_tokens: of the rank with the most."""
+        share memory; else 0.
+
+        Args:
+            num_tokens: of the rank with the most.
+        """
         return self._handle.shared_bytes(num_tokens)
 
     @property
@@ -356,7 +389,7 @@ class Step:
         """Runs shared experts and, on the rows that arrive, the routed ones."""
         self._handle.compute()
 
-    def finish(self) -> Any:
+    def finish(self) -> Array:
         """Writes and returns the output."""
         self._handle.finish()
         return self._out

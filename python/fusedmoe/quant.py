@@ -6,7 +6,7 @@ import os
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple, Union
 
 from . import _core
-from ._arrays import array
+from ._arrays import Array, array
 from ._core import Tensor
 
 
@@ -26,7 +26,7 @@ def schemes() -> List[str]:
 
 
 def quantize_weights(
-    values: Any,
+    values: Array,
     scheme: str,
     *,
     scale_rule: str = "ocp",
@@ -35,10 +35,15 @@ def quantize_weights(
 ) -> QuantizedMatrix:
     """One matrix (out, in), f32, bf16 or f16, in the weight format of a scheme.
 
-    scale_rule: of MXFP4 and MXFP8, "ocp", "even", "ceil" or "floor". scale_dtype: of the scales of
-    int4 and int8 groups. global_amax: of NVFP4, whose gate and up share one; default: the matrix's.
+    Args:
+        values: the matrix.
+        scheme: a name of schemes().
+        scale_rule: of MXFP4 and MXFP8, "ocp", "even", "ceil" or "floor".
+        scale_dtype: of the scales of int4 and int8 groups.
+        global_amax: of NVFP4, whose gate and up share one; default: the matrix's.
 
-    Raises ValueError for values that are not finite, or an unknown scheme.
+    Raises:
+        ValueError: for values that are not finite, or an unknown scheme.
     """
     return QuantizedMatrix(
         *_core.quantize_weights(array(values), scheme, scale_rule, scale_dtype, global_amax)
@@ -46,7 +51,16 @@ def quantize_weights(
 
 
 def dequantize_weights(matrix: QuantizedMatrix, scheme: str, in_features: int) -> Tensor:
-    """The values (out, in_features) as f32. Raises ValueError for shapes that do not fit."""
+    """The values (out, in_features) as f32.
+
+    Args:
+        matrix: what quantize_weights() returns, or the parts as a checkpoint holds them.
+        scheme: its scheme.
+        in_features: columns of the matrix.
+
+    Raises:
+        ValueError: for shapes that do not fit.
+    """
     values, scales, zero_points, global_scale = (array(part) for part in matrix)
     return _core.dequantize_weights(
         values, scales, zero_points, global_scale, scheme, in_features
@@ -54,12 +68,17 @@ def dequantize_weights(matrix: QuantizedMatrix, scheme: str, in_features: int) -
 
 
 def quantize_activations(
-    x: Any, scheme: str, *, scale: Optional[float] = None
+    x: Array, scheme: str, *, scale: Optional[float] = None
 ) -> Tuple[Tensor, Tensor]:
     """Values and scales of x (rows, columns), f32, bf16 or f16, in a scheme's activation format.
 
-    scale: of a static format, and the global scale of NVFP4. Raises ValueError for a scheme that
-    leaves activations as they are.
+    Args:
+        x: the activations.
+        scheme: a name of schemes().
+        scale: of a static format, and the global scale of NVFP4.
+
+    Raises:
+        ValueError: for a scheme that leaves activations as they are.
     """
     return _core.quantize_activations(array(x), scheme, scale)
 
@@ -77,15 +96,26 @@ def quantize_checkpoint(
 ) -> int:
     """Writes an f32, bf16 or f16 checkpoint again with its routed experts quantized.
 
-    checkpoint: a folder or a safetensors file. output: a folder that is new or empty; it appears
-    complete or not at all. layout: "gpt-oss", "fp8", "compressed-tensors", "modelopt", "gptq",
-    "gptq_v2" or "awq"; default: the scheme's usual one. scale_rule: of MXFP4 and MXFP8. calibration:
-    a file with `hidden_states` for static activation scales; default: input.safetensors of the
-    checkpoint. max_shard_bytes: of one file. progress: called with the bytes done and their total.
+    Everything else of the model is copied.
 
-    Everything else of the model is copied. Returns the bytes written. Raises ValueError for a layout
-    that cannot hold the scheme, weights that are not finite, or calibration for a scheme without
-    static scales.
+    Args:
+        checkpoint: a folder or a safetensors file.
+        output: a folder that is new or empty; it appears complete or not at all.
+        scheme: a name of schemes().
+        layout: "gpt-oss", "fp8", "compressed-tensors", "modelopt", "gptq", "gptq_v2" or "awq";
+            default: the scheme's usual one.
+        scale_rule: of MXFP4 and MXFP8, "ocp", "even", "ceil" or "floor".
+        calibration: a file with `hidden_states` for static activation scales; default:
+            input.safetensors of the checkpoint.
+        max_shard_bytes: of one file.
+        progress: called with the bytes done and their total.
+
+    Returns:
+        The bytes written.
+
+    Raises:
+        ValueError: for a layout that cannot hold the scheme, weights that are not finite, or
+            calibration for a scheme without static scales.
     """
     settings = {
         "scheme": scheme,

@@ -24,7 +24,10 @@ class Communicator:
     ) -> List["Communicator"]:
         """Ranks that are threads of this process: element r is rank r's.
 
-        timeout: seconds, of every wait; at most a year, because no rank waits for ever.
+        Args:
+            size: how many.
+            device: of all of them.
+            timeout: seconds, of every wait; at most a year, because no rank waits for ever.
         """
         return [cls(handle) for handle in _core.thread_communicators(size, device, timeout)]
 
@@ -45,11 +48,19 @@ class Communicator:
 
         Rank 0 listens at the port of the address. Without an address all of it is what torchrun,
         mpirun or srun has set.
-        token: with an address, a secret of 16 to 64 characters, the same on all ranks, without
-            which nobody is let in; default: that in the variable FUSEDMOE_TOKEN. Only where the
-            address is of this host alone, as 127.0.0.1 is, there may be none.
-        shared_memory: processes of one host share memory on the CPU. Where it is False on one
-            rank, all send messages.
+
+        Args:
+            rank: of this process.
+            size: how many ranks there are.
+            address: of rank 0's host.
+            port: at which rank 0 listens.
+            token: with an address, a secret of 16 to 64 characters, the same on all ranks,
+                without which nobody is let in; default: that in the variable FUSEDMOE_TOKEN. Only
+                where the address is of this host alone, as 127.0.0.1 is, there may be none.
+            device: of this rank, "cpu" or "cuda:0".
+            timeout: seconds, of every wait.
+            shared_memory: processes of one host share memory on the CPU. Where it is False on one
+                rank, all send messages.
         """
         return cls(
             _core.join_communicator(
@@ -70,7 +81,13 @@ class Communicator:
     ) -> "Communicator":
         """The same, where the ranks find each other by an engine's own collective.
 
-        gather: takes this rank's text, returns those of all ranks; called twice.
+        Args:
+            rank: of this process.
+            size: how many ranks there are.
+            gather: takes this rank's text, returns those of all ranks; called twice.
+            device: as for join(), and so are timeout and shared_memory.
+            timeout: seconds, of every wait.
+            shared_memory: on the CPU, among processes of one host.
         """
         return cls(_core.create_communicator(rank, size, gather, device, timeout, shared_memory))
 
@@ -162,9 +179,15 @@ class Communicator:
     ) -> "Communicator":
         """As from_gather(), with rows over a communicator of NCCL that the caller has.
 
-        comm: its address (ncclComm_t). It must outlive this object, be of the libnccl.so.2 that
-            this process has loaded, and be of this rank, as many ranks and the device, else all
-            ranks get an error. It is aborted when ranks fail.
+        Args:
+            comm: its address (ncclComm_t). It must outlive this object, be of the libnccl.so.2
+                that this process has loaded, and be of this rank, as many ranks and the device,
+                else all ranks get an error. It is aborted when ranks fail.
+            rank: of this process.
+            size: how many ranks there are.
+            gather: takes this rank's text, returns those of all ranks; called twice.
+            device: of this rank.
+            timeout: seconds, of every wait.
         """
         return cls(
             _core.create_communicator_with_nccl(rank, size, gather, comm, None, device, timeout)
@@ -183,7 +206,13 @@ class Communicator:
     ) -> "Communicator":
         """As from_gather(), with rows over a new communicator of NCCL.
 
-        unique_id: what make_nccl_id() has given one rank, which has told it to all.
+        Args:
+            unique_id: what make_nccl_id() has given one rank, which has told it to all.
+            rank: of this process.
+            size: how many ranks there are.
+            gather: takes this rank's text, returns those of all ranks; called twice.
+            device: of this rank.
+            timeout: seconds, of every wait.
         """
         return cls(
             _core.create_communicator_with_nccl(

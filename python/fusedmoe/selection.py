@@ -54,15 +54,21 @@ def explain(
 ) -> Selection:
     """What would run a layer of the checkpoint, or of the configuration. Needs no GPU.
 
-    With a checkpoint: layer, dtype, device, compute_capability (90 is Hopper, which need not be
-    here) and require. Without a layer all must have one scheme, else it raises ValueError naming
-    the schemes and their layers. Without a checkpoint: also num_experts, num_local_experts, topk,
-    hidden, intermediate, scheme, activation and its parameters (alpha, beta, limit, situ_beta,
-    situ_linear_beta), has_bias, has_expert_map, apply_router_weight_on_input, batch_invariant,
-    monolithic; and no layer.
+    Succeeds too where nothing fits, but with `require`.
 
-    Succeeds too where nothing fits; with `require` it raises NotImplementedError then. Raises
-    TypeError for other names.
+    Args:
+        checkpoint: with it, config is dtype, device, compute_capability (90 is Hopper, which need
+            not be here) and require.
+        layer: of the checkpoint; without it all layers must have one scheme.
+        **config: without a checkpoint also num_experts, num_local_experts, topk, hidden,
+            intermediate, scheme, activation and its parameters (alpha, beta, limit, situ_beta,
+            situ_linear_beta), has_bias, has_expert_map, apply_router_weight_on_input,
+            batch_invariant, monolithic.
+
+    Raises:
+        ValueError: without a layer, for layers of several schemes, which it names.
+        NotImplementedError: where `require` does not fit.
+        TypeError: for other names.
     """
     if checkpoint is None:
         if layer is not None:

@@ -66,8 +66,14 @@ def experts_forward(
 ) -> torch.Tensor:
     """The forward of an experts module.
 
-    hidden_states (num_tokens, hidden); top_k_index and top_k_weights (num_tokens, topk). Ids of
-    num_experts and more mean "no expert". Returns (num_tokens, hidden).
+    Args:
+        self: the module, whose parameters are the weights.
+        hidden_states: (num_tokens, hidden).
+        top_k_index: (num_tokens, topk); ids of num_experts and more mean "no expert".
+        top_k_weights: (num_tokens, topk).
+
+    Returns:
+        (num_tokens, hidden).
     """
     if torch.is_grad_enabled() and (
         hidden_states.requires_grad or top_k_weights.requires_grad

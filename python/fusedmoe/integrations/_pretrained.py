@@ -33,16 +33,19 @@ def from_pretrained(
     The experts go from the files into the packed form, layer by layer, in the scheme they were
     published in. transformers loads everything else, and decodes what else is quantized.
 
-    path: a folder with config.json and *.safetensors.
-    dtype: of all other weights and of the hidden states; "auto": that of the config.
-    device: of the whole model, "cpu" or "cuda:0".
-    options: of the layers, see MoELayer.from_checkpoint().
-    kwargs: of transformers' from_pretrained(), as attn_implementation.
-
     The model cannot be saved: its folder holds what it was made of.
 
-    Raises OSError for files at fault, NotImplementedError for a model or a scheme that fusedmoe
-    cannot serve, and what transformers raises for the rest.
+    Args:
+        path: a folder with config.json and *.safetensors.
+        dtype: of all other weights and of the hidden states; "auto": that of the config.
+        device: of the whole model, "cpu" or "cuda:0".
+        options: of the layers, see MoELayer.from_checkpoint().
+        **kwargs: of transformers' from_pretrained(), as attn_implementation.
+
+    Raises:
+        OSError: for files at fault.
+        NotImplementedError: for a model or a scheme that fusedmoe cannot serve.
+        Exception: what transformers raises for the rest.
     """
     folder = os.fspath(path)
     checkpoint = Checkpoint(folder, read_files=True)
