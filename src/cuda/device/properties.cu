@@ -9,7 +9,7 @@
 
 #include "cuda/device/capability.h"
 #include "cuda/device/check.h"
-#include "cuda/device/named_device.h"
+#include "cuda/device/limits.h"
 #include "fusedmoe/runtime.h"
 
 namespace fusedmoe::cuda {

@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <string>
 
-#include "cuda/device/named_device.h"
+#include "cuda/device/limits.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {

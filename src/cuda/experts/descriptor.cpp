@@ -5,7 +5,7 @@
 
 #include "core/check.h"
 #include "cuda/device/capability.h"
-#include "cuda/device/named_device.h"
+#include "cuda/device/limits.h"
 #include "cuda/experts/experts.h"
 #include "cuda/experts/scratch.h"
 #include "cuda/formats/weight_format.h"

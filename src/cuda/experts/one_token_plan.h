@@ -1,7 +1,7 @@
 // Which problems the kernel of one token has room for, and how it divides them.
 #pragma once
 
-#include "cuda/device/named_device.h"
+#include "cuda/device/limits.h"
 #include "cuda/experts/row_format.h"
 #include "cuda/formats/weight_format.h"
 #include "cuda/mlp/kernel_config.h"
