@@ -51,7 +51,13 @@ def first_comment(text):
 
 
 def as_cpp(words, rest, group):
-    return f"/** @file\n{words} */\n/** @addtogroup {group}\n@{{ */\n{rest}/** @}} */\n"
+    """A group takes what stands beside its marks in a namespace, but not what namespaces hold."""
+    start, end = f"/** @addtogroup {group}\n@{{ */\n", "/** @} */\n"
+    if not re.search(r"(?m)^namespace", rest):
+        return f"/** @file\n{words} */\n{start}{rest}{end}"
+    rest = re.sub(r"(?m)^(namespace [\w:]+ \{\n)", rf"\1{start}", rest)
+    rest = re.sub(r"(?m)^(\}  // namespace)", rf"{end}\1", rest)
+    return f"/** @file\n{words} */\n{rest}"
 
 
 def as_c(words, rest, group):
