@@ -51,7 +51,7 @@ def first_comment(text):
 
 
 def as_cpp(words, rest, group):
-    """A group takes what stands beside its marks in a namespace, but not what namespaces hold."""
+    """A group takes what stands beside its marks, but not what is in a namespace between them."""
     start, end = f"/** @addtogroup {group}\n@{{ */\n", "/** @} */\n"
     if not re.search(r"(?m)^namespace", rest):
         return f"/** @file\n{words} */\n{start}{rest}{end}"
@@ -62,28 +62,27 @@ def as_cpp(words, rest, group):
 
 def as_c(words, rest, group):
     """Each section, which begins with a rule, is a group inside that of the header."""
-    number = 0
+    sections = 0
 
     def section(found):
-        nonlocal number
-        number += 1
+        nonlocal sections
+        sections += 1
         text = found.group(1).removeprefix(" * ").replace("\n *", "")
         title, details = [*re.split("[.:] ", text, maxsplit=1), ""][:2]
-        close = "/** @} */ " if number > 1 else ""
-        lines = "\n" * (found.group(1).count("\n") - 1)
+        close = "/** @} */ " if sections > 1 else ""
         return (
-            f"{close}/** @defgroup {group}_{number} {title.rstrip('.')}\n"
-            f"@ingroup {group}\n{details[:1].upper()}{details[1:]}\n@{{ */{lines}\n"
+            f"{close}/** @defgroup {group}_{sections} {title.rstrip('.')}\n"
+            f"{details[:1].upper()}{details[1:]}\n@{{ */\n"
         )
 
     rest = RULE.sub(section, rest)
     rest = re.sub(r"(?m)^( {8,})/\*(?![*<])", r"\1/**<", rest)  # goes on with the line above
     rest = re.sub(r"(?m)(\S.*[,;{])( +)/\*(?![*<])", r"\1\2/**<", rest)
     rest = re.sub(r"(?m)^( *)/\*(?![*<])", r"\1/**", rest)
-    if not number:
-        return as_cpp(words, rest, group)
+    rest = re.sub(r'(extern "C" \{\n#endif\n)', rf"\1/** @addtogroup {group}\n@{{ */\n", rest)
     end = rest.rindex("#ifdef __cplusplus")
-    return f"/** @file\n{words} */\n{rest[:end]}/** @}} */\n{rest[end:]}"
+    ends = "/** @} */\n" * (2 if sections else 1)
+    return f"/** @file\n{words} */\n{rest[:end]}{ends}{rest[end:]}"
 
 
 def as_doxygen(name, text):
