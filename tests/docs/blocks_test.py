@@ -79,4 +79,4 @@ for (language, title, block), (next_language, _, expected) in zip(blocks, [*bloc
     if next_language == "text":
         assert without_numbers(result.stdout) == without_numbers(expected), f"the page has\n{expected}"
 shutil.rmtree(folder)
-assert ran >= 3, f"only {ran} blocks ran"
+assert ran, "no block ran"
