@@ -36,10 +36,12 @@ struct Options {
 
 /// What the instances say.
 struct Resources {
+  std::int64_t packed_bytes = 0;
   std::size_t workspace_bytes = 0;  // scratch of one forward beside weights, input and output
   std::string kernel_config;        // empty where the experts have only one
 
-  Resources(const Selection& selection, std::int64_t num_tokens) {
+  Resources(const Selection& selection, std::int64_t num_tokens)
+      : packed_bytes(selection.packed_bytes()) {
     const ModularKernel kernel = selection.create(make_context());
     workspace_bytes = kernel.workspace_bytes(num_tokens);
     const ProblemSize size = ProblemSize::of(kernel.experts().config(), num_tokens);
@@ -157,6 +159,7 @@ void print_json(const Options& options, const LayerGroup& group, const Selection
   if (!group.layers.empty()) object["layers"] = group.layers;
   if (config.compute_capability) object["compute_capability"] = *config.compute_capability / 10.0;
   if (resources) {
+    object["packed_bytes"] = resources->packed_bytes;
     object["workspace_bytes"] = resources->workspace_bytes;
     object["kernel_config"] = resources->kernel_config;
   }
@@ -182,7 +185,8 @@ void print_text(const Options& options, const LayerGroup& group, const Selection
                  : "",
              selection.table());
   if (!resources) return;
-  fmt::print("\nworkspace for {} tokens: {}\n", options.num_tokens,
+  fmt::print("\npacked weights: {}\n", format_bytes(resources->packed_bytes));
+  fmt::print("workspace for {} tokens: {}\n", options.num_tokens,
              format_bytes(static_cast<std::int64_t>(resources->workspace_bytes)));
   if (!resources->kernel_config.empty()) {
     fmt::print("kernel configuration for {} tokens: {}\n", options.num_tokens,

@@ -296,6 +296,12 @@ typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
   /* Of rows on their way to other ranks: dtype, or that of the scheme's activations; FUSEDMOE_NONE:
    * as the experts read rows. */
   int32_t dispatch_dtype;
+  /* A file of fusedmoe_layer_save_packed(), whose routed experts are used instead of packing those
+   * of the source: PackedFile in fusedmoe/packed_file.h. NULL: they are packed. Of a rank: its own
+   * file. */
+  const char* packed_weights;
+  int32_t packed_read;       /* read the file into memory; 0: map it */
+  int32_t packed_unverified; /* leave out the checksum of the contents */
 } fusedmoe_layer_options;
 
 /* Both select an implementation and pack the weights, which takes long. The sources are not needed
@@ -309,6 +315,10 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_create(const fusedmoe_layer_weight
                                                      const fusedmoe_layer_options* options,
                                                      fusedmoe_layer** layer);
 FUSEDMOE_C_API void fusedmoe_layer_destroy(fusedmoe_layer* layer);
+/* Keeps the packed routed experts in a file, for fusedmoe_layer_options.packed_weights: later
+ * starts need not pack them. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_save_packed(const fusedmoe_layer* layer,
+                                                          const char* path);
 
 typedef struct fusedmoe_layer_info {
   size_t struct_size;
@@ -452,6 +462,9 @@ FUSEDMOE_C_API const char* fusedmoe_selection_json(const fusedmoe_selection* sel
  * of the CPU, 0 the default. A CUDA device may be missing where its compute capability is named. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_workspace_bytes(
     const fusedmoe_selection* selection, int64_t num_tokens, int32_t num_threads, size_t* bytes);
+/* Memory that the packed weights of the chosen experts will take, before any are packed. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_packed_bytes(const fusedmoe_selection* selection,
+                                                               int64_t* bytes);
 
 #ifdef __cplusplus
 }

@@ -316,6 +316,11 @@ class FUSEDMOE_API ExpertsDescriptor {
   virtual std::string_view instruction_set() const = 0;
   /// Of the packed weights; another number is another layout.
   virtual int layout_version() const = 0;
+  /// Bytes that packed weights of the configuration will take: PackedWeights::nbytes() where the
+  /// scales have the dtype that the scheme says, never less. Needs neither weights nor a device;
+  /// only of a configuration that supports() accepts.
+  /// The default: 0, not known.
+  virtual std::int64_t packed_bytes(const MoeConfig& config) const;
   /// True if apply() quantizes the hidden states of such a scheme by itself, as block-scaled FP4
   /// does after the permutation; false if prepare must have done it. Meaningless without quantized
   /// activations.
@@ -359,6 +364,12 @@ class FUSEDMOE_API Experts {
   /// Throws Error for weights that are not of the configuration or cannot be packed. Waits.
   virtual std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                               const PackOptions& options = {}) const = 0;
+  /// The weights that PackedWeights::parts() took apart; `parts` lie in host memory. On the CPU
+  /// they are used where they lie, on CUDA copied. Nothing is trusted: throws Error for parts that
+  /// are missing or do not fit. load_packed() (packed_file.h) reads them from a file. Waits.
+  /// The default throws Error: the implementation cannot.
+  virtual std::shared_ptr<PackedWeights> from_parts(PackedWeights::Info info,
+                                                    const PackedParts& parts) const;
   /// The inverse for one expert, in tensors of its own, as WeightMatrix describes them; zero codes
   /// may come back with the other sign, scales of blocks of zeros as any scale.
   /// The default throws Error: the implementation cannot.

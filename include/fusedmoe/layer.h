@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -10,6 +11,7 @@
 
 #include "fusedmoe/export.h"
 #include "fusedmoe/modular_kernel.h"
+#include "fusedmoe/packed_file.h"
 #include "fusedmoe/router.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
@@ -76,6 +78,10 @@ struct LayerOptions {
   /// chunks of tokens.
   std::size_t max_workspace_bytes = 0;
   PackProgress progress = {};
+  /// The routed experts, packed before and kept by MoeLayer::save_packed(): see load_packed(). What
+  /// LayerWeights::experts hold is then not read but for what it is checked for. Of a rank: its
+  /// own file.
+  std::optional<PackedFile> packed_weights = std::nullopt;
 };
 
 /// `parallel`, or what a default one means on the ranks of a communicator: what to load weights
@@ -146,6 +152,8 @@ class FUSEDMOE_API MoeLayer {
   const Selection& selection() const;
   const RouterConfig& router() const;
   const PackedWeights& packed_weights() const;
+  /// Keeps these for LayerOptions::packed_weights, see save_packed(); not the shared experts.
+  void save_packed(const std::filesystem::path& path) const;
   /// One line: experts, prepare_finalize, scheme, dtype, instruction set, and threads or the
   /// device; for example "cpu+no_ep mxfp4_w4a16 bf16 isa=avx512_bf16 threads=2".
   std::string plan_line() const;

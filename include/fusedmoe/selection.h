@@ -1,6 +1,7 @@
 // The registry of implementations, and the choice among them that explains itself.
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <string>
 #include <string_view>
@@ -51,6 +52,9 @@ struct FUSEDMOE_API Selection {
   std::string pair() const;
   /// The instances that run the configuration. Throws Error when nothing fits.
   ModularKernel create(const Context& context) const;
+  /// Bytes that the packed weights of this rank will take, see ExpertsDescriptor::packed_bytes().
+  /// Throws Error when nothing fits.
+  std::int64_t packed_bytes() const;
   /// Text table: chosen mark, experts, prepare_finalize, format, code, reason.
   std::string table() const;
   /// The same as a JSON array of objects: chosen, experts, prepare_finalize, activation_format,

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -142,6 +144,11 @@ struct FUSEDMOE_API ExpertWeights {
 /// Error for weights of another format. Experts without `up` stay as they are.
 FUSEDMOE_API void merge_gate_up_scales(ExpertWeights& weights);
 
+/// What packed weights consist of beside PackedWeights::Info, by name: tensors in the memory of
+/// their device or of the host. What the names mean depends on the layout
+/// (ExpertsDescriptor::layout_version).
+using PackedParts = std::map<std::string, Tensor, std::less<>>;
+
 /// Weights in the layout that one Experts implementation streams, made once by Experts::pack.
 /// Immutable and shareable between layers and threads.
 class FUSEDMOE_API PackedWeights {
@@ -155,7 +162,10 @@ class FUSEDMOE_API PackedWeights {
     std::int64_t hidden = 0;
     std::int64_t intermediate = 0;
     ResolvedActivation activation{};
+    ActivationParams activation_params{};  ///< as they were given
     bool has_bias = false;
+    /// In memory that nobody may write to, as a mapped file is; Experts::repack then throws Error.
+    bool read_only = false;
     /// Static per-tensor scales of the activations before GEMM 1 and 2: the largest of all experts'
     /// input scales, as vLLM takes them. None when dynamic or not per tensor.
     std::optional<float> a1_scale, a2_scale;
@@ -169,6 +179,9 @@ class FUSEDMOE_API PackedWeights {
   const Info& info() const { return info_; }
   /// Bytes held beyond the source weights.
   virtual std::int64_t nbytes() const = 0;
+  /// Views of everything, from which Experts::from_parts() makes the same weights again. The
+  /// default throws Error: the implementation has no layout of its own.
+  virtual PackedParts parts() const;
 
  private:
   Info info_;

@@ -86,6 +86,9 @@ class MoELayer:
             layer. Without a communicator each output is one rank's part: add those of all ranks;
             shared experts are those of rank 0.
         num_threads: of the CPU; max_workspace_bytes: longer inputs run in chunks.
+        packed_weights: a file of save_packed(), whose routed experts are used instead of packing
+            those given. packed_read: read it into memory instead of mapping it. packed_verify:
+            compare the checksum of its contents, which reads all of them (default).
         communicator: of the ranks (see Communicator); making the layer is then collective. Without
             the sizes above all its ranks share the experts and have tokens of their own. Only what
             this rank holds is read. The options below need one, but for placement.
@@ -361,6 +364,13 @@ class MoELayer:
         """What runs, as "cpu+no_ep mxfp4_w4a16 bf16 isa=avx512_bf16 threads=2"."""
         return self._handle.plan_line()
 
+    def save_packed(self, path: Path) -> None:
+        """Keeps the packed routed experts in a file, for the option `packed_weights`.
+
+        Raises OSError where it cannot be written.
+        """
+        self._handle.save_packed(os.fspath(path))
+
     @property
     def plan_json(self) -> str:
         """The same as JSON that the option `plan` takes."""
@@ -399,7 +409,7 @@ _OPTIONS = frozenset(
     "device dtype output_dtype require plan batch_invariant inplace monolithic tp_size dp_size "
     "ep_size ep_rank num_threads max_workspace_bytes tp_rank sequence_parallel communicator "
     "placement max_tokens_per_rank receive_capacity nearest_replica combine combine_dtype "
-    "drop_rows dispatch_dtype".split()
+    "drop_rows dispatch_dtype packed_weights packed_read packed_verify".split()
 )
 _WEIGHTS = frozenset(
     "scheme activation alpha beta limit situ_beta situ_linear_beta gate_up_layout transposed "
@@ -411,6 +421,8 @@ _SHARED = _WEIGHTS | {"w13", "w2", "gate"}
 
 def _layer_options(options: Dict[str, Any]) -> Dict[str, Any]:
     known = dict(checked(options, _OPTIONS, "option"))
+    if known.get("packed_weights") is not None:
+        known["packed_weights"] = os.fspath(known["packed_weights"])
     communicator = known.get("communicator")
     if communicator is not None:
         if not isinstance(communicator, Communicator):

@@ -45,6 +45,10 @@ class Selection:
         """Scratch memory of the experts alone. Needs no GPU where compute_capability was given."""
         return self._handle.workspace_bytes(num_tokens, num_threads)
 
+    def packed_bytes(self) -> int:
+        """Memory that the packed weights will take, before any are packed. Needs no GPU either."""
+        return self._handle.packed_bytes()
+
     def __str__(self) -> str:
         return self._handle.table()
 

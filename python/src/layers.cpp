@@ -131,6 +131,14 @@ LayerOptions options_of(const nb::dict& settings) {
   read_ranks(settings, options);
   options.num_threads = get(settings, "num_threads", 0);
   options.max_workspace_bytes = get<std::size_t>(settings, "max_workspace_bytes", 0);
+  const auto packed = get<std::string>(settings, "packed_weights", "");
+  const bool read = get(settings, "packed_read", false),
+             verify = get(settings, "packed_verify", true);
+  if (!packed.empty()) {
+    options.packed_weights = {packed, read ? FileAccess::kRead : FileAccess::kMap, verify};
+  } else if (read || !verify) {
+    throw Error::invalid("packed_weights", "packed_weights is not given, but how to read it");
+  }
   return options;
 }
 
@@ -320,6 +328,11 @@ void bind_layer(nb::module_& module) {
       .def("shared_bytes",
            [](const PyLayer& self, std::int64_t num_tokens) {
              return self.layer.shared_bytes(num_tokens);
+           })
+      .def("save_packed",
+           [](const PyLayer& self, const std::string& path) {
+             const WithoutGil no_gil;
+             self.layer.save_packed(path);
            })
       .def("plan_line", [](const PyLayer& self) { return self.layer.plan_line(); })
       .def("plan_json", [](const PyLayer& self) { return self.layer.plan_json(); })

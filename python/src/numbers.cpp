@@ -229,6 +229,7 @@ void bind_numbers(nb::module_& module) {
       .def("table", &Selection::table)
       .def("json", &Selection::json)
       .def("candidates", &candidates_of)
+      .def("packed_bytes", &Selection::packed_bytes)
       .def("workspace_bytes", [](const Selection& self, std::int64_t num_tokens, int num_threads) {
         Context context = make_context();
         context.num_threads = num_threads;

@@ -73,6 +73,14 @@ LayerOptions to_options(const fusedmoe_layer_options& o, Executor* executor) {
   options.num_threads = o.num_threads;
   options.executor = executor;
   options.max_workspace_bytes = o.max_workspace_bytes;
+  if (o.packed_weights) {
+    options.packed_weights = {to_text(o.packed_weights),
+                              o.packed_read != 0 ? FileAccess::kRead : FileAccess::kMap,
+                              o.packed_unverified == 0};
+  } else if (o.packed_read != 0 || o.packed_unverified != 0) {
+    throw Error::invalid("options.packed_weights",
+                         "options.packed_weights is not given, but how to read it");
+  }
   return options;
 }
 
@@ -224,6 +232,10 @@ fusedmoe_status fusedmoe_layer_create(const fusedmoe_layer_weights* weights,
   return fusedmoe::capi::make_layer(options, layer, [&](const fusedmoe::LayerOptions& made) {
     return fusedmoe::capi::to_layer_weights(weights, parallel_of(made));
   });
+}
+
+fusedmoe_status fusedmoe_layer_save_packed(const fusedmoe_layer* layer, const char* path) {
+  return guarded([&] { given(layer, "layer").layer.save_packed(&given(path, "path")); });
 }
 
 void fusedmoe_layer_destroy(fusedmoe_layer* layer) {

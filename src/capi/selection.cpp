@@ -138,3 +138,11 @@ fusedmoe_status fusedmoe_selection_workspace_bytes(const fusedmoe_selection* sel
     *bytes = chosen.create(context).workspace_bytes(num_tokens);
   });
 }
+
+fusedmoe_status fusedmoe_selection_packed_bytes(const fusedmoe_selection* selection,
+                                                int64_t* bytes) {
+  return guarded([&] {
+    given(bytes, "bytes");
+    *bytes = given(selection, "selection").selection.packed_bytes();
+  });
+}

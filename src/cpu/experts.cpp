@@ -2,10 +2,13 @@
 #include "cpu/experts.h"
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 #include "core/check.h"
 #include "cpu/backend.h"
 #include "cpu/forward.h"
+#include "cpu/pack.h"
 #include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
 #include "moe/routed_experts.h"
@@ -24,6 +27,10 @@ class CpuExperts final : public core::RoutedExperts {
   }
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                       const PackOptions& options) const override;
+  std::shared_ptr<PackedWeights> from_parts(PackedWeights::Info info,
+                                            const PackedParts& parts) const override {
+    return std::make_shared<CpuPackedWeights>(std::move(info), parts, nodes());
+  }
   WorkspaceSizes workspace_sizes(const ProblemSize& problem) const override;
   ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override;
   void repack(const ExpertWeights& weights, std::int64_t expert,
@@ -31,6 +38,7 @@ class CpuExperts final : public core::RoutedExperts {
 
  private:
   void run_routed(const ForwardArgs& args) const override { Forward(*this, args).run(); }
+  std::vector<core::NumaNode> nodes() const;
 };
 
 class CpuDescriptor final : public ExpertsDescriptor {
@@ -40,6 +48,9 @@ class CpuDescriptor final : public ExpertsDescriptor {
   std::string_view instruction_set() const override { return cpu_isa(); }
   bool reads_rows_by_address() const override { return true; }
   int layout_version() const override { return kLayoutVersion; }
+  std::int64_t packed_bytes(const MoeConfig& config) const override {
+    return cpu::packed_bytes(config);
+  }
   std::shared_ptr<const Experts> create(const MoeConfig& config,
                                         const Context& context) const override {
     core::check_supported(*this, config);
@@ -85,16 +96,20 @@ WorkspaceSizes CpuExperts::workspace_sizes(const ProblemSize& problem) const {
   return sizes;
 }
 
-std::shared_ptr<PackedWeights> CpuExperts::pack(const ExpertWeights& weights,
-                                                const PackOptions& options) const {
-  const std::vector<core::NumaNode> nodes = core::usable_numa_nodes();
+/// Over which packed weights are spread; none: they lie in one piece.
+std::vector<core::NumaNode> CpuExperts::nodes() const {
+  std::vector<core::NumaNode> nodes = core::usable_numa_nodes();
   const auto usable = std::count_if(nodes.begin(), nodes.end(),
                                     [](const core::NumaNode& node) { return !node.cpus.empty(); });
   // Fewer threads than nodes do not run on all of them.
-  const bool spread = usable > 1 && context().num_threads >= usable;
+  if (usable <= 1 || context().num_threads < usable) nodes.clear();
+  return nodes;
+}
+
+std::shared_ptr<PackedWeights> CpuExperts::pack(const ExpertWeights& weights,
+                                                const PackOptions& options) const {
   return std::make_shared<CpuPackedWeights>(core::make_packed_info(*this, weights, options),
-                                            weights, options,
-                                            spread ? nodes : std::vector<core::NumaNode>());
+                                            weights, options, nodes());
 }
 
 ExpertWeights CpuExperts::unpack(const PackedWeights& packed, std::int64_t expert) const {

@@ -60,6 +60,46 @@ std::vector<const WeightMatrix*> all_matrices(const ExpertWeights& weights, bool
   return matrices;
 }
 
+/// Where tiles begin, so that no load of a kernel crosses a cache line.
+constexpr std::uintptr_t kTileAlignment = 64;
+
+/// Scale type and group, as a part has them, with what the key says of the rest.
+TileFormat read_format(const QuantKey& key, const std::int32_t* numbers) {
+  TileFormat format = format_of(key, {});
+  const auto scales = static_cast<ScaleType>(numbers[0]);
+  const bool wide =
+      scales == ScaleType::kF32 || scales == ScaleType::kF16 || scales == ScaleType::kBF16;
+  FUSEDMOE_CHECK(scales == format.scales || (wide && format.scales == ScaleType::kF32),
+                 "parts[\"formats\"]", core::to_string(numbers[0]),
+                 "a type that the scales can have");
+  FUSEDMOE_CHECK(numbers[1] == format.group || (numbers[1] == kGroup && format.group > kGroup),
+                 "parts[\"formats\"]", core::to_string(numbers[1]),
+                 "a group that the scales can have");
+  format.scales = scales;
+  format.group = numbers[1];
+  return format;
+}
+
+DType scale_dtype(std::int32_t number) {
+  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kU8, DType::kI8,
+                            DType::kE4M3, DType::kE8M0}) {
+    if (number == static_cast<std::int32_t>(dtype)) return dtype;
+  }
+  throw Error::invalid(
+      "parts[\"scale_dtypes\"]",
+      core::format("parts[\"scale_dtypes\"] has {}, which is no type of scales", number));
+}
+
+/// All tiles of an expert, from one place to another; the tile formats are the same.
+void copy_tiles(const PackedGemm& from, const Tensor& source, std::int64_t from_expert,
+                const PackedGemm& to, const Tensor& target, std::int64_t to_expert) {
+  for (std::int64_t tile = 0; tile < to.num_tiles; ++tile) {
+    std::memcpy(target.as<std::byte>() + to.offset(to_expert, tile),
+                source.as<const std::byte>() + from.offset(from_expert, tile),
+                static_cast<std::size_t>(to.tile_bytes));
+  }
+}
+
 /// While weights are packed, each node's part asks for pages of that node. The destructor removes
 /// the NUMA policy again.
 class NodeWishes {
@@ -90,12 +130,46 @@ class NodeWishes {
 
 }  // namespace
 
+/// Both GEMMs of a layer, without parts.
+std::array<PackedGemm, 2> make_gemms(const QuantScheme& scheme, std::int64_t hidden,
+                                     std::int64_t intermediate, bool gated,
+                                     const TileFormats& formats) {
+  const auto gemm = [](const QuantKey& key, const TileFormat& format, std::int64_t k,
+                       std::int64_t padded_k, std::int64_t tiles) {
+    PackedGemm result;
+    result.shape = {format, key, k, padded_k};
+    result.k = padded_k;
+    result.num_tiles = tiles;
+    result.tile_bytes = format.tile_bytes(padded_k);
+    return result;
+  };
+  const std::int64_t outputs = gated ? kTileColumns / 2 : kTileColumns;
+  const std::int64_t tiles1 = round_up(intermediate, outputs) / outputs;
+  return {gemm(scheme.weights, formats[0], hidden, round_up(hidden, kGroup), tiles1),
+          gemm(scheme.down_weights(), formats[1], intermediate, tiles1 * outputs,
+               round_up(hidden, kTileColumns) / kTileColumns)};
+}
+
+std::int64_t packed_bytes(const MoeConfig& config) {
+  const QuantKey &key = config.scheme.weights, &down = config.scheme.down_weights();
+  const auto gemms =
+      make_gemms(config.scheme, config.hidden, config.intermediate, is_gated(config.activation),
+                 {format_of(key, {}), format_of(down, {})});
+  std::int64_t total = 0;
+  for (const PackedGemm& gemm : gemms) {
+    const int rows_of_columns =
+        (config.has_bias ? 1 : 0) + (has_column_scales(gemm.shape.key) ? 1 : 0);
+    total += gemm.num_tiles * gemm.tile_bytes +
+             gemm.padded_columns() * rows_of_columns * static_cast<std::int64_t>(sizeof(float));
+  }
+  return total * config.num_local_experts;
+}
+
 CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
                                    const PackOptions& options,
                                    const std::vector<core::NumaNode>& nodes)
     : PackedWeights(std::move(info)),
       gated_(is_gated(weights.activation)),
-      activation_params_(weights.activation_params),
       origins_(static_cast<std::size_t>(weights.num_experts())) {
   const QuantKey &key = weights.scheme.weights, &down = weights.scheme.down_weights();
   FUSEDMOE_CHECK_SUPPORTED(has_codes(key) && has_codes(down), kQuantScheme, "scheme",
@@ -104,34 +178,127 @@ CpuPackedWeights::CpuPackedWeights(Info info, const ExpertWeights& weights,
   FUSEDMOE_CHECK_SUPPORTED(key.value != DType::kI8 || widest <= kMaxInt8Size, kShape, "weights",
                            core::format("{} wide", widest),
                            core::format("at most {} wide for int32 accumulators", kMaxInt8Size));
-  const auto gemm = [&](bool first, std::int64_t k, std::int64_t padded_k, std::int64_t tiles) {
-    PackedGemm result;
-    const QuantKey& own = first ? key : down;
-    result.shape = {format_of(own, all_matrices(weights, first)), own, k, padded_k};
-    result.k = padded_k;
-    result.num_tiles = tiles;
-    result.tile_bytes = result.shape.format.tile_bytes(padded_k);
-    return result;
-  };
-  const std::int64_t tiles1 =
-      round_up(weights.intermediate, outputs_per_tile()) / outputs_per_tile();
-  gemm1_ = gemm(true, weights.hidden, round_up(weights.hidden, kGroup), tiles1);
-  gemm2_ = gemm(false, weights.intermediate, tiles1 * outputs_per_tile(),
-                round_up(weights.hidden, kTileColumns) / kTileColumns);
   const std::int64_t num_experts = weights.num_experts();
-  const std::int64_t size = make_parts(num_experts, nodes);
-  data_ = Tensor::empty({size}, DType::kU8);
-  const auto per_column = [&](const PackedGemm& gemm) {
-    return Tensor::empty({num_experts, gemm.padded_columns()}, DType::kF32);
-  };
-  if (weights.has_bias()) bias1_ = per_column(gemm1_), bias2_ = per_column(gemm2_);
-  if (has_column_scales(key)) scales1_ = per_column(gemm1_);
-  if (has_column_scales(down)) scales2_ = per_column(gemm2_);
+  data_ = Tensor::empty({lay_out({format_of(key, all_matrices(weights, true)),
+                                  format_of(down, all_matrices(weights, false))},
+                                 nodes)},
+                        DType::kU8);
+  for (const ColumnPart& part : column_parts()) {
+    part.tensor = Tensor::empty({num_experts, part.columns}, DType::kF32);
+  }
   const NodeWishes wishes(data_, gemm1_.parts, nodes);
   Executor& executor = core::executor_of(options.stream.value_or(Stream{}));
   for (std::int64_t expert = 0; expert < num_experts; ++expert) {
     pack_expert(executor, expert, weights.experts[static_cast<std::size_t>(expert)]);
     if (options.progress) options.progress(expert + 1, num_experts);
+  }
+}
+
+CpuPackedWeights::CpuPackedWeights(Info info, const PackedParts& parts,
+                                   const std::vector<core::NumaNode>& nodes)
+    : PackedWeights(std::move(info)), gated_(is_gated(this->info().activation.kind)) {
+  const std::int64_t num_experts = this->info().num_experts;
+  const QuantScheme& scheme = this->info().scheme;
+  const auto* formats = core::part(parts, "formats", DType::kI32, {2, 2}).as<const std::int32_t>();
+  const TileFormats read{read_format(scheme.weights, formats),
+                         read_format(scheme.down_weights(), formats + 2)};
+  const Tensor tiles = core::part(parts, "tiles", DType::kU8, {lay_out(read, {})});
+  for (const ColumnPart& part : column_parts()) {
+    part.tensor = core::part(parts, part.name, DType::kF32, {num_experts, part.columns});
+  }
+  read_origins(parts);
+  if (nodes.empty() && reinterpret_cast<std::uintptr_t>(tiles.data()) % kTileAlignment == 0) {
+    data_ = tiles;
+    return;
+  }
+  const std::array<PackedGemm, 2> whole = {gemm1_, gemm2_};
+  data_ = Tensor::empty({lay_out(read, nodes)}, DType::kU8);
+  const NodeWishes wishes(data_, gemm1_.parts, nodes);
+  for (std::int64_t expert = 0; expert < num_experts; ++expert) {
+    copy_tiles(whole[0], tiles, expert, gemm1_, data_, expert);
+    copy_tiles(whole[1], tiles, expert, gemm2_, data_, expert);
+  }
+}
+
+/// Sets the GEMMs, and returns the bytes of all tiles.
+std::int64_t CpuPackedWeights::lay_out(const TileFormats& formats,
+                                       const std::vector<core::NumaNode>& nodes) {
+  const auto gemms = make_gemms(info().scheme, info().hidden, info().intermediate, gated_, formats);
+  gemm1_ = gemms[0];
+  gemm2_ = gemms[1];
+  return make_parts(info().num_experts, nodes);
+}
+
+/// What each column has beside its tiles.
+std::vector<CpuPackedWeights::ColumnPart> CpuPackedWeights::column_parts() {
+  std::vector<ColumnPart> parts;
+  for (const bool first : {true, false}) {
+    const PackedGemm& gemm = first ? gemm1_ : gemm2_;
+    const std::int64_t columns = gemm.padded_columns();
+    if (info().has_bias)
+      parts.push_back({first ? "bias1" : "bias2", first ? bias1_ : bias2_, columns});
+    if (has_column_scales(gemm.shape.key)) {
+      parts.push_back({first ? "scales1" : "scales2", first ? scales1_ : scales2_, columns});
+    }
+  }
+  return parts;
+}
+
+PackedParts CpuPackedWeights::parts() const {
+  const std::int64_t num_experts = info().num_experts;
+  PackedParts parts;
+  for (const auto& [name, tensor] :
+       {std::pair("bias1", &bias1_), std::pair("bias2", &bias2_), std::pair("scales1", &scales1_),
+        std::pair("scales2", &scales2_)}) {
+    if (*tensor) parts[name] = *tensor;
+  }
+  const Tensor formats = Tensor::empty({2, 2}, DType::kI32);
+  const TileFormat &format1 = gemm1_.shape.format, &format2 = gemm2_.shape.format;
+  const std::int64_t numbers[] = {static_cast<std::int64_t>(format1.scales), format1.group,
+                                  static_cast<std::int64_t>(format2.scales), format2.group};
+  std::copy(std::begin(numbers), std::end(numbers), formats.as<std::int32_t>());
+  parts["formats"] = formats;
+
+  const Tensor first = parts["first"] = Tensor::empty({num_experts, 3, 2}, DType::kI64);
+  const Tensor dtypes = parts["scale_dtypes"] = Tensor::empty({num_experts, 3}, DType::kI32);
+  const Tensor scales = parts["input_scales"] = Tensor::empty({num_experts, 3}, DType::kF32);
+  std::int64_t i = 0;
+  for (const ExpertOrigin& expert : origins_) {
+    for (const Origin* origin : expert.all()) {
+      first.as<std::int64_t>()[2 * i] = origin->first_row;
+      first.as<std::int64_t>()[2 * i + 1] = origin->first_col;
+      dtypes.as<std::int32_t>()[i] = static_cast<std::int32_t>(origin->scales);
+      scales.as<float>()[i++] = origin->input_scale;
+    }
+  }
+
+  parts["tiles"] = data_;
+  if (gemm1_.parts.size() > 1) {
+    CpuPackedWeights whole(info());
+    const std::int64_t size = whole.lay_out({format1, format2}, {});
+    const Tensor tiles = parts["tiles"] = Tensor::empty({size}, DType::kU8);
+    for (std::int64_t expert = 0; expert < num_experts; ++expert) {
+      copy_tiles(gemm1_, data_, expert, whole.gemm1_, tiles, expert);
+      copy_tiles(gemm2_, data_, expert, whole.gemm2_, tiles, expert);
+    }
+  }
+  return parts;
+}
+
+void CpuPackedWeights::read_origins(const PackedParts& parts) {
+  const std::int64_t num_experts = info().num_experts;
+  const Tensor& first = core::part(parts, "first", DType::kI64, {num_experts, 3, 2});
+  const Tensor& dtypes = core::part(parts, "scale_dtypes", DType::kI32, {num_experts, 3});
+  const Tensor& scales = core::part(parts, "input_scales", DType::kF32, {num_experts, 3});
+  origins_.resize(static_cast<std::size_t>(num_experts));
+  std::int64_t i = 0;
+  for (ExpertOrigin& expert : origins_) {
+    for (Origin* origin : {&expert.gate, &expert.up, &expert.down}) {
+      origin->first_row = core::slice_position(first.as<const std::int64_t>()[2 * i], "first");
+      origin->first_col = core::slice_position(first.as<const std::int64_t>()[2 * i + 1], "first");
+      origin->scales = scale_dtype(dtypes.as<const std::int32_t>()[i]);
+      origin->input_scale = scales.as<const float>()[i++];
+    }
   }
 }
 
@@ -255,7 +422,7 @@ ExpertWeights CpuPackedWeights::unpack(std::int64_t expert) const {
   weights.hidden = info().hidden;
   weights.intermediate = info().intermediate;
   weights.activation = info().activation.kind;
-  weights.activation_params = activation_params_;
+  weights.activation_params = info().activation_params;
   const auto matrix = [&](const QuantKey& key, std::int64_t out, std::int64_t in,
                           const Origin& from) {
     const bool as_given = key.scale == DType::kF32 && !has_column_scales(key);
@@ -312,15 +479,8 @@ void CpuPackedWeights::replace(std::int64_t expert, const CpuPackedWeights& one)
                          "weights.scales have another dtype than those that were packed, or begin "
                          "elsewhere in a block");
   }
-  const auto copy_tiles = [&](const PackedGemm& target, const PackedGemm& source) {
-    for (std::int64_t tile = 0; tile < target.num_tiles; ++tile) {
-      std::memcpy(data_.as<std::byte>() + target.offset(expert, tile),
-                  one.data_.as<std::byte>() + source.offset(0, tile),
-                  static_cast<std::size_t>(target.tile_bytes));
-    }
-  };
-  copy_tiles(gemm1_, one.gemm1_);
-  copy_tiles(gemm2_, one.gemm2_);
+  copy_tiles(one.gemm1_, one.data_, 0, gemm1_, data_, expert);
+  copy_tiles(one.gemm2_, one.data_, 0, gemm2_, data_, expert);
   const auto copy = [&](const Tensor& target, const Tensor& source) {
     if (!target) return;
     const std::int64_t columns = target.size(1);

@@ -5,8 +5,10 @@
 // memory. The tiles of one node, of all experts, lie together.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "core/numa.h"
@@ -46,13 +48,23 @@ struct PackedGemm {
   std::int64_t padded_columns() const { return num_tiles * kTileColumns; }
 };
 
+/// Tile formats of both GEMMs.
+using TileFormats = std::array<TileFormat, 2>;
+
 class CpuPackedWeights final : public PackedWeights {
  public:
   /// In one part for each of `nodes`, or in one, placed nowhere, if there are none.
   CpuPackedWeights(Info info, const ExpertWeights& weights, const PackOptions& options,
                    const std::vector<core::NumaNode>& nodes = {});
+  /// What parts() took apart. In one part they stay where they lie.
+  CpuPackedWeights(Info info, const PackedParts& parts, const std::vector<core::NumaNode>& nodes);
 
   std::int64_t nbytes() const override;
+  /// "tiles", in one part; "formats" i32 (2, 2): scale type and group of both GEMMs' tiles; for
+  /// each column, if there are any, "bias1", "bias2", "scales1", "scales2"; and what unpack() must
+  /// know of gate, up and down: "first" i64 (E, 3, 2), "scale_dtypes" i32 (E, 3), "input_scales"
+  /// f32 (E, 3).
+  PackedParts parts() const override;
   const PackedGemm& gemm1() const { return gemm1_; }
   const PackedGemm& gemm2() const { return gemm2_; }
   const std::byte* tile1(std::int64_t expert, std::int64_t tile) const {
@@ -88,11 +100,25 @@ class CpuPackedWeights final : public PackedWeights {
   };
   struct ExpertOrigin {
     Origin gate, up, down;
+    std::array<const Origin*, 3> all() const { return {&gate, &up, &down}; }
   };
+
+  struct ColumnPart {
+    const char* name;
+    Tensor& tensor;
+    std::int64_t columns;
+  };
+
+  /// Without tiles.
+  explicit CpuPackedWeights(const Info& info)
+      : PackedWeights(info), gated_(is_gated(info.activation.kind)) {}
 
   std::int64_t outputs_per_tile() const { return gated_ ? kTileColumns / 2 : kTileColumns; }
   Columns columns_of(const ExpertMatrices& source, bool first, std::int64_t tile) const;
+  std::int64_t lay_out(const TileFormats& formats, const std::vector<core::NumaNode>& nodes);
   std::int64_t make_parts(std::int64_t num_experts, const std::vector<core::NumaNode>& nodes);
+  std::vector<ColumnPart> column_parts();
+  void read_origins(const PackedParts& parts);
   void pack_one_tile(std::int64_t expert, const ExpertMatrices& source, bool first,
                      std::int64_t tile) const;
   void pack_expert(Executor& executor, std::int64_t expert, const ExpertMatrices& source);
@@ -101,12 +127,14 @@ class CpuPackedWeights final : public PackedWeights {
   }
 
   bool gated_;
-  ActivationParams activation_params_;
   PackedGemm gemm1_, gemm2_;
   Tensor data_;               // u8
   Tensor bias1_, bias2_;      // f32 (E, padded columns)
   Tensor scales1_, scales2_;  // the same
   std::vector<ExpertOrigin> origins_;
 };
+
+/// Bytes of packed weights of a configuration, in one part.
+std::int64_t packed_bytes(const MoeConfig& config);
 
 }  // namespace fusedmoe::cpu

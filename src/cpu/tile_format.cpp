@@ -57,7 +57,7 @@ bool per_group(const QuantKey& key) {
 
 /// The type of these scales; f32 if they differ.
 ScaleType common_type(const std::vector<const WeightMatrix*>& matrices) {
-  const DType dtype = matrices.front()->scales.dtype();
+  const DType dtype = matrices.empty() ? DType::kF32 : matrices.front()->scales.dtype();
   for (const WeightMatrix* matrix : matrices) {
     if (matrix->scales.dtype() != dtype) return ScaleType::kF32;
   }

@@ -21,7 +21,8 @@ inline std::int64_t element_bytes(Compute compute) {
 /// Whether there is one scale per column or tensor; such scales are not in the stream.
 bool has_column_scales(const QuantKey& key);
 /// Format of the tiles of these matrices. If a matrix begins inside a scale's group, tiles have
-/// groups of 32 instead, each with one scale.
+/// groups of 32 instead, each with one scale. Of no matrices: that of f32 scales and whole groups,
+/// whose tiles are the largest but for groups of 32.
 TileFormat format_of(const QuantKey& key, const std::vector<const WeightMatrix*>& matrices);
 
 }  // namespace fusedmoe::cpu

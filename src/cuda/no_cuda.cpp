@@ -86,6 +86,11 @@ class PlannedExperts final : public Experts {
     check_device(*this);  // says why
     fail();
   }
+  std::shared_ptr<PackedWeights> from_parts(PackedWeights::Info,
+                                            const PackedParts&) const override {
+    check_device(*this);
+    fail();
+  }
   bool accepts(const PackedWeights&) const override { return false; }
 
  private:

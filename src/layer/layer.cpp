@@ -297,6 +297,10 @@ const Selection& MoeLayer::selection() const {
 const RouterConfig& MoeLayer::router() const {
   return impl().router;
 }
+void MoeLayer::save_packed(const std::filesystem::path& path) const {
+  fusedmoe::save_packed(impl().kernel.experts(), *impl().packed, path);
+}
+
 const PackedWeights& MoeLayer::packed_weights() const {
   return *impl().packed;
 }

@@ -97,7 +97,8 @@ void MoeLayer::Impl::pack(const LayerWeights& weights, const LayerOptions& optio
     }
     return pack_options;
   };
-  packed = kernel.experts().pack(weights.experts, progress_from(0));
+  packed = options.packed_weights ? load_packed(kernel.experts(), *options.packed_weights)
+                                  : kernel.experts().pack(weights.experts, progress_from(0));
   if (!weights.shared_experts) return;
   const SharedExperts& source = *weights.shared_experts;
   const Selection choice = layer::select_shared(source.weights, options, selection);

@@ -178,6 +178,11 @@ ModularKernel Selection::create(const Context& context) const {
   return ModularKernel(prepare_finalize->create(chosen, context), experts->create(chosen, context));
 }
 
+std::int64_t Selection::packed_bytes() const {
+  layer::check_chosen(*this);
+  return experts->packed_bytes(config);
+}
+
 Context make_context() {
   Context context;
   context.tuned = &tuned_configs();

@@ -85,6 +85,21 @@ int Experts::find_kernel_config(std::string_view) const {
   return -1;
 }
 
+std::int64_t ExpertsDescriptor::packed_bytes(const MoeConfig&) const {
+  return 0;
+}
+
+PackedParts PackedWeights::parts() const {
+  throw Error::unsupported(
+      Reason::kOperation, "packed",
+      core::format("{} has no layout of its own to keep", info_.implementation));
+}
+
+std::shared_ptr<PackedWeights> Experts::from_parts(PackedWeights::Info, const PackedParts&) const {
+  throw Error::unsupported(Reason::kOperation, "experts",
+                           core::format("{} has no layout of its own to read", descriptor_.name()));
+}
+
 ExpertWeights Experts::unpack(const PackedWeights&, std::int64_t) const {
   throw Error::unsupported(Reason::kOperation, "experts",
                            core::format("{} cannot unpack weights", descriptor_.name()));

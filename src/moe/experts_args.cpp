@@ -117,6 +117,7 @@ PackedWeights::Info info_of(const ExpertWeights& weights, Device device) {
   info.hidden = weights.hidden;
   info.intermediate = weights.intermediate;
   info.activation = resolve(weights.activation, weights.activation_params);
+  info.activation_params = weights.activation_params;
   info.has_bias = weights.has_bias();
   const std::optional<QuantKey>& key = weights.scheme.activations;
   if (!key || key->dynamic || key->group != GroupShape{-1, -1}) return info;
@@ -169,6 +170,28 @@ bool matches(const PackedWeights::Info& weights, const MoeConfig& config) {
          weights.has_bias == config.has_bias && weights.device == config.device;
 }
 
+const Tensor& part(const PackedParts& parts, std::string_view name, DType dtype,
+                   const Shape& shape) {
+  const auto found = parts.find(name);
+  const std::string argument = core::format("parts[\"{}\"]", name);
+  if (found == parts.end()) {
+    throw Error::invalid(argument, core::format("packed weights lack their part \"{}\"", name));
+  }
+  const Tensor& tensor = found->second;
+  FUSEDMOE_CHECK_FAULT(
+      tensor.dtype() == dtype && tensor.shape() == shape && tensor.contiguous(), kShape, argument,
+      core::format("{} {}", fusedmoe::name(tensor.dtype()), to_string(tensor.shape())),
+      core::format("{} {}", fusedmoe::name(dtype), to_string(shape)));
+  return tensor;
+}
+
+std::int64_t slice_position(std::int64_t value, std::string_view part) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 40;
+  FUSEDMOE_CHECK(value >= 0 && value < kMost, core::format("parts[\"{}\"]", part),
+                 core::to_string(value), core::format("in [0, {})", kMost));
+  return value;
+}
+
 void check_expert(const Experts& experts, const PackedWeights& packed, std::int64_t expert) {
   FUSEDMOE_CHECK(experts.accepts(packed), "packed", packed.info().implementation,
                  core::format("packed by {} for this configuration", experts.descriptor().name()));
@@ -177,6 +200,11 @@ void check_expert(const Experts& experts, const PackedWeights& packed, std::int6
 }
 
 void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& packed) {
+  if (packed.read_only) {
+    throw Error::invalid("packed",
+                         "packed is mapped from a file, which nobody may write to: load it with "
+                         "FileAccess::kRead to replace experts");
+  }
   const PackedWeights::Info info = info_of(weights, packed.device);
   FUSEDMOE_CHECK(info.scheme == packed.scheme, "weights.scheme", name(info.scheme),
                  name(packed.scheme));

@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "fusedmoe/experts.h"
+#include "fusedmoe/weights.h"
 #include "quant/weight_layout.h"
 
 namespace fusedmoe::core {
@@ -34,10 +35,17 @@ bool matches(const PackedWeights::Info& weights, const MoeConfig& config);
 /// Throws Error unless `experts` accept the weights and they have this expert.
 void check_expert(const Experts& experts, const PackedWeights& packed, std::int64_t expert);
 
-/// Throws Error unless the first of `weights` can replace an expert of packed ones: valid, and of
-/// the same scheme, sizes, activation and biases. Static scales per tensor stay those of the
-/// packing, so its input scales may not be larger.
+/// Throws Error unless the first of `weights` can replace an expert of packed ones, which may be
+/// written to: valid, and of the same scheme, sizes, activation and biases. Static scales per
+/// tensor stay those of the packing, so its input scales may not be larger.
 void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& packed);
+
+/// A part that must be there, of this dtype and shape, contiguous. Throws Error.
+const Tensor& part(const PackedParts& parts, std::string_view name, DType dtype,
+                   const Shape& shape);
+
+/// WeightMatrix::first_row or first_col, as a part has it. Throws Error.
+std::int64_t slice_position(std::int64_t value, std::string_view part);
 
 /// The matrices of an expert in the first of the forms that WeightMatrix allows.
 inline ExpertMatrices stored_form(const ExpertMatrices& expert) {

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "../unit/golden.h"
+#include "../unit/temporary_directory.h"
 #include "option_rows.h"
 #include "testing/compare.h"
 
@@ -110,7 +111,14 @@ TEST(COptionsTest, OfALayerAreObeyedOrRefused) {
             LAYER(tp_rank, c.options.tp_rank = 1; c.refused("parallel.tp_rank");),
             LAYER(sequence_parallel, c.options.sequence_parallel = 1;
                   c.refused("sequence_parallel");),
-            OF_RANKS(drop_rows, 1), OF_RANKS(dispatch_dtype, FUSEDMOE_F32)
+            OF_RANKS(drop_rows, 1), OF_RANKS(dispatch_dtype, FUSEDMOE_F32),
+            LAYER(packed_weights, const TemporaryDirectory folder;
+                  const std::string path = (folder / "packed").string();
+                  ASSERT_OK(fusedmoe_layer_save_packed(c.create().get(), path.c_str()));
+                  c.options.packed_weights = path.c_str(); EXPECT_OK(c.forward(c.create()));
+                  c.options.require = "reference"; c.refused("packed_for cpu");),
+            LAYER(packed_read, c.options.packed_read = 1; c.refused("packed_weights");),
+            LAYER(packed_unverified, c.options.packed_unverified = 1; c.refused("packed_weights");)
       },
       sizeof(T));
 }

@@ -10,8 +10,10 @@
 #include "cuda/rows/permute.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
+#include "fusedmoe/packed_file.h"
 #include "fusedmoe/quant.h"
 #include "scheme_rows.h"
+#include "../unit/temporary_directory.h"
 
 namespace fusedmoe {
 namespace {
@@ -280,6 +282,33 @@ TEST_F(CudaQuantizers, Fp8CodesAndScalesAreThoseOfTheCpu) {
 }
 TEST_F(CudaQuantizers, Fp8OfF16RowsIsThatOfTheCpu) {
   expect_fp8_of_the_cpu(DType::kF16, {});
+}
+
+/// From a file the same bits come to the device, and the forward and unpacking with them.
+TEST_P(CudaSchemes, PackedWeightsComeBackFromFiles) {
+  const auto& [scheme, dtype] = GetParam();
+  const testing::TemporaryDirectory folder;
+  Case spec = testing::scheme_cases(scheme).front();
+  spec.hidden = 256;
+  spec.intermediate = 128;
+  spec.bias = true;
+  const Problem problem = testing::make_problem(spec);
+  const Variant variant = testing::gpu_variant();
+  const auto experts =
+      variant.experts->create(variant.of(testing::make_config(spec, dtype, kGpu)), {});
+  const auto packed = experts->pack(problem.weights);
+  const std::int64_t bytes = experts->descriptor().packed_bytes(experts->config());
+  EXPECT_GE(bytes, packed->nbytes());
+  EXPECT_LE(bytes, packed->nbytes() + packed->nbytes() / 8);
+  save_packed(*experts, *packed, folder / "packed");
+  const auto loaded = load_packed(*experts, {folder / "packed"});
+  EXPECT_TRUE(experts->accepts(*loaded));
+  const PackedParts expected = packed->parts(), actual = loaded->parts();
+  ASSERT_EQ(actual.size(), expected.size());
+  for (const auto& [name, part] : expected) {
+    ASSERT_TRUE(actual.contains(name)) << name;
+    EXPECT_TRUE(bitwise_equal(to_device(actual.at(name), {}), to_device(part, {}))) << name;
+  }
 }
 
 }  // namespace

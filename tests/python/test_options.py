@@ -2,6 +2,8 @@
 
 import copy
 import inspect
+import os
+import tempfile
 
 import numpy as np
 import pytest
@@ -59,6 +61,15 @@ def fp8(c):
     return {"scheme": "fp8_tensor", "w1_scale": scales, "w2_scale": scales}
 
 
+def same_from_file(c):
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "packed.safetensors")
+        layer = c.layer()
+        layer.save_packed(path)
+        again = c.layer(packed_weights=path, packed_read=True, packed_verify=False)
+        return np.array_equal(again(c.p.x), layer(c.p.x))
+
+
 HALVES = '{"num_experts": 8, "num_ranks": 2, "physical_to_logical": [0, 1, 2, 3, 4, 5, 6, 7], "rank_of": [0, 1, 1, 1, 1, 1, 1, 1]}'  # fmt: skip
 
 OPTIONS = {
@@ -96,6 +107,9 @@ OPTIONS = {
     "combine_dtype": of_ranks("combine_dtype", "f32"),
     "dispatch_dtype": of_ranks("dispatch_dtype", "f32"),
     "drop_rows": of_ranks("drop_rows", True),
+    "packed_weights": lambda c: same_from_file(c) and refused("none.bin", c.layer, packed_weights="none.bin"),
+    "packed_read": lambda c: refused("packed_weights", c.layer, packed_read=True),
+    "packed_verify": lambda c: refused("packed_weights", c.layer, packed_verify=False),
 }  # fmt: skip
 
 

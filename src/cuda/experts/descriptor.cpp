@@ -7,6 +7,7 @@
 #include "cuda/device/capability.h"
 #include "cuda/device/limits.h"
 #include "cuda/experts/experts.h"
+#include "cuda/experts/packed_shapes.h"
 #include "cuda/experts/scratch.h"
 #include "cuda/formats/weight_format.h"
 #include "cuda/mlp/fused_mlp.h"
@@ -88,6 +89,11 @@ Support FamilyDescriptor::supports(const MoeConfig& config) const {
               core::format("{} experts; takes up to {}", config.num_local_experts, kMaxExperts));
   }
   return Support::yes();
+}
+
+std::int64_t FamilyDescriptor::packed_bytes(const MoeConfig& config) const {
+  const WeightFormat* format = find_weight_format(config.scheme, config.dtype);
+  return format ? cuda::packed_bytes(config, *format) : 0;
 }
 
 std::shared_ptr<const Experts> FamilyDescriptor::create(const MoeConfig& config,

@@ -22,6 +22,7 @@ class FamilyDescriptor final : public ExpertsDescriptor {
   std::string_view instruction_set() const override { return instruction_set_; }
   /// Of packed blocks, which are the same for every family.
   int layout_version() const override { return 3; }
+  std::int64_t packed_bytes(const MoeConfig& config) const override;
   std::shared_ptr<const Experts> create(const MoeConfig& config,
                                         const Context& context) const override;
 

@@ -54,6 +54,8 @@ class CudaExperts final : public core::RoutedExperts {
   }
   std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                       const PackOptions& options) const override;
+  std::shared_ptr<PackedWeights> from_parts(PackedWeights::Info info,
+                                            const PackedParts& parts) const override;
   ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override {
     core::check_expert(*this, packed, expert);
     return static_cast<const CudaPackedWeights&>(packed).unpack(expert);
@@ -67,6 +69,7 @@ class CudaExperts final : public core::RoutedExperts {
   }
 
  private:
+  void check_here() const;
   void run_routed(const ForwardArgs& args) const override;
   void route_and_run(const ForwardArgs& args) const override;
 
@@ -106,8 +109,8 @@ CudaExperts::CudaExperts(const ExpertsDescriptor& descriptor, const KernelFamily
       rows_(this->config(), planner_.format()),
       one_token_(this->config(), planner_.format(), rows_, planner_.one_token()) {}
 
-std::shared_ptr<PackedWeights> CudaExperts::pack(const ExpertWeights& weights,
-                                                 const PackOptions& options) const {
+/// Throws Error unless the weights that would be made can run here.
+void CudaExperts::check_here() const {
   check_device(*this);
   const int here = multiprocessor_count(config().device);
   if (!plans_for(config(), here)) {
@@ -117,8 +120,19 @@ std::shared_ptr<PackedWeights> CudaExperts::pack(const ExpertWeights& weights,
                      "{}: leave it out to run there",
                      planner_.multiprocessors(), to_string(config().device), here));
   }
+}
+
+std::shared_ptr<PackedWeights> CudaExperts::pack(const ExpertWeights& weights,
+                                                 const PackOptions& options) const {
+  check_here();
   return std::make_shared<CudaPackedWeights>(core::make_packed_info(*this, weights, options),
                                              kernels_, weights, options);
+}
+
+std::shared_ptr<PackedWeights> CudaExperts::from_parts(PackedWeights::Info info,
+                                                       const PackedParts& parts) const {
+  check_here();
+  return std::make_shared<CudaPackedWeights>(std::move(info), kernels_, parts);
 }
 
 FusedMlpParams CudaExperts::make_params(const ForwardArgs& args, const Scratch& scratch,

@@ -103,7 +103,7 @@ float read_bias(const TensorView& bias, std::int64_t index) {
 }  // namespace
 
 PackedMatrices::PackedMatrices(const FormatKernels& kernels, const QuantScheme& scheme,
-                               const Sizes& sizes, Device device)
+                               const MatrixSizes& sizes, Device device)
     : kernels_(&kernels),
       format_(&kernels.format),
       scheme_(scheme),
@@ -111,28 +111,82 @@ PackedMatrices::PackedMatrices(const FormatKernels& kernels, const QuantScheme& 
       k_(sizes.k),
       gated_(sizes.gated),
       activation_scale_(sizes.activation_scale),
-      grid_(format_->grid(sizes.width, sizes.k, sizes.gated)),
-      blocks_(Tensor::empty({sizes.num_experts, grid_.count() * format_->block.bytes}, DType::kU8,
-                            device)),
       exponent_shifts_(static_cast<std::size_t>(sizes.num_experts)),
       origins_(static_cast<std::size_t>(sizes.num_experts)) {
-  const Shape rows{sizes.num_experts, grid_.row_blocks * kBlockRows};
-  if (sizes.bias) bias_ = Tensor::empty(rows, DType::kF32, device);
-  const bool is_scaled = scheme.weights.quantized() && !has_k_scales();
-  if (is_scaled || scheme.weights.global_scale || sizes.activation_scale != 1) {
-    scales_ = Tensor::empty(rows, DType::kF32, device);
-  }
-  if (has_k_scales()) {
-    block_scales_ = Tensor::empty({sizes.num_experts, grid_.row_blocks, grid_.k_blocks, 8},
-                                  DType::kF32, device);
-  }
-  if (scheme.activations && scheme.activations->global_scale) {
-    input_scales_ = Tensor::empty({sizes.num_experts}, DType::kF32, device);
+  const PackedShapes shapes(*format_, scheme, sizes);
+  grid_ = shapes.grid;
+  blocks_ = Tensor::empty(shapes.blocks, DType::kU8, device);
+  const auto make = [&](const Shape& shape) {
+    return shape.rank() > 0 ? Tensor::empty(shape, DType::kF32, device) : Tensor();
+  };
+  bias_ = make(shapes.bias);
+  scales_ = make(shapes.scales);
+  block_scales_ = make(shapes.block_scales);
+  input_scales_ = make(shapes.input_scales);
+}
+
+/// Those that there are, by name.
+std::vector<std::pair<const char*, const Tensor*>> PackedMatrices::arrays() const {
+  std::vector<std::pair<const char*, const Tensor*>> arrays{{"blocks", &blocks_},
+                                                            {"bias", &bias_},
+                                                            {"scales", &scales_},
+                                                            {"block_scales", &block_scales_},
+                                                            {"input_scales", &input_scales_}};
+  std::erase_if(arrays, [](const auto& array) { return !*array.second; });
+  return arrays;
+}
+
+void PackedMatrices::add_to(PackedParts& parts, const std::string& prefix) const {
+  for (const auto& [name, array] : arrays()) parts[prefix + name] = *array;
+  const auto num_experts = static_cast<std::int64_t>(origins_.size());
+  const Tensor shifts = parts[prefix + "exponent_shifts"] =
+      Tensor::empty({num_experts}, DType::kI32);
+  std::copy(exponent_shifts_.begin(), exponent_shifts_.end(), shifts.as<std::int32_t>());
+  const Tensor two = parts[prefix + "two_scales_a_tile"] = Tensor::empty({1}, DType::kI32);
+  *two.as<std::int32_t>() = two_scales_a_tile_ ? 1 : 0;
+  const Tensor first = parts[prefix + "first"] = Tensor::empty({num_experts, 2, 2}, DType::kI64);
+  auto* position = first.as<std::int64_t>();
+  for (std::size_t expert = 0; expert < origins_.size(); ++expert) {
+    for (std::size_t half = 0; half < 2; ++half) {
+      const Origin& origin = origins_[expert][half];
+      *position++ = origin.first_row;
+      *position++ = origin.first_col;
+      for (const auto& [name, member] : Origin::kTensors) {
+        if (!(origin.*member)) continue;
+        parts[core::format("{}{}.{}.{}", prefix, expert, half, name)] = origin.*member;
+      }
+    }
   }
 }
 
-bool PackedMatrices::has_k_scales() const {
-  return format_->group_k == 0 && scheme_.weights.quantized() && scheme_.weights.group.cols > 0;
+void PackedMatrices::take_from(const PackedParts& parts, const std::string& prefix, Stream stream) {
+  for (const auto& [name, array] : arrays()) {
+    copy(core::part(parts, prefix + name, array->dtype(), array->shape()), *array, stream);
+  }
+  synchronize(stream);
+  const auto num_experts = static_cast<std::int64_t>(origins_.size());
+  const auto* shifts = core::part(parts, prefix + "exponent_shifts", DType::kI32, {num_experts})
+                           .as<const std::int32_t>();
+  std::copy_n(shifts, num_experts, exponent_shifts_.begin());
+  two_scales_a_tile_ =
+      *core::part(parts, prefix + "two_scales_a_tile", DType::kI32, {1}).as<const std::int32_t>() !=
+      0;
+  const auto* position = core::part(parts, prefix + "first", DType::kI64, {num_experts, 2, 2})
+                             .as<const std::int64_t>();
+  for (std::size_t expert = 0; expert < origins_.size(); ++expert) {
+    for (std::size_t half = 0; half < 2; ++half) {
+      Origin& origin = origins_[expert][half];
+      origin.first_row = core::slice_position(*position++, prefix + "first");
+      origin.first_col = core::slice_position(*position++, prefix + "first");
+      for (const auto& [name, member] : Origin::kTensors) {
+        const auto found = parts.find(core::format("{}{}.{}.{}", prefix, expert, half, name));
+        if (found == parts.end()) continue;
+        const Tensor& given = found->second;
+        origin.*member = Tensor::empty(given.shape(), given.dtype());
+        copy(given, origin.*member, Stream{});
+      }
+    }
+  }
 }
 
 int PackedMatrices::check(const WeightMatrix& gate, const WeightMatrix* up) const {
@@ -362,11 +416,8 @@ std::int64_t PackedMatrices::nbytes() const {
          (input_scales_ ? input_scales_.nbytes() : 0);
 }
 
-CudaPackedWeights::CudaPackedWeights(Info info, const FormatKernels& kernels,
-                                     const ExpertWeights& weights, const PackOptions& options)
-    : PackedWeights(std::move(info)),
-      kernels_(&kernels),
-      activation_params_(weights.activation_params) {
+CudaPackedWeights::CudaPackedWeights(Info info, const FormatKernels& kernels)
+    : PackedWeights(std::move(info)), kernels_(&kernels) {
   const Info& made = this->info();
   w13_ = PackedMatrices(kernels, made.scheme,
                         {made.num_experts, made.intermediate, made.hidden,
@@ -376,11 +427,33 @@ CudaPackedWeights::CudaPackedWeights(Info info, const FormatKernels& kernels,
                        {made.num_experts, made.hidden, made.intermediate, false, made.has_bias,
                         made.a2_scale.value_or(1)},
                        made.device);
-  const Stream stream = options.stream.value_or(Stream{made.device});
-  for (std::int64_t e = 0; e < made.num_experts; ++e) {
+}
+
+CudaPackedWeights::CudaPackedWeights(Info info, const FormatKernels& kernels,
+                                     const ExpertWeights& weights, const PackOptions& options)
+    : CudaPackedWeights(std::move(info), kernels) {
+  const Stream stream = options.stream.value_or(Stream{this->info().device});
+  const std::int64_t num_experts = this->info().num_experts;
+  for (std::int64_t e = 0; e < num_experts; ++e) {
     replace(e, weights.experts[static_cast<std::size_t>(e)], stream);
-    if (options.progress) options.progress(e + 1, made.num_experts);
+    if (options.progress) options.progress(e + 1, num_experts);
   }
+}
+
+CudaPackedWeights::CudaPackedWeights(Info info, const FormatKernels& kernels,
+                                     const PackedParts& parts)
+    : CudaPackedWeights(std::move(info), kernels) {
+  const core::CurrentDevice current(this->info().device);
+  const Stream stream{this->info().device};
+  w13_.take_from(parts, "w13.", stream);
+  w2_.take_from(parts, "w2.", stream);
+}
+
+PackedParts CudaPackedWeights::parts() const {
+  PackedParts parts;
+  w13_.add_to(parts, "w13.");
+  w2_.add_to(parts, "w2.");
+  return parts;
 }
 
 void CudaPackedWeights::replace(std::int64_t expert, const ExpertMatrices& given, Stream stream) {
@@ -407,7 +480,7 @@ ExpertWeights CudaPackedWeights::unpack(std::int64_t expert) const {
   weights.hidden = info().hidden;
   weights.intermediate = info().intermediate;
   weights.activation = info().activation.kind;
-  weights.activation_params = activation_params_;
+  weights.activation_params = info().activation_params;
   ExpertMatrices& target = weights.experts.emplace_back();
   w13_.unpack(expert, target.gate, is_gated(weights.activation) ? &target.up : nullptr,
               weights.owners);

@@ -5,8 +5,11 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "cuda/experts/packed_shapes.h"
 #include "cuda/formats/format_kernels.h"
 #include "cuda/mlp/fused_mlp.h"
 #include "fusedmoe/experts.h"
@@ -18,14 +21,12 @@ namespace fusedmoe::cuda {
 /// w13 or w2 of all experts.
 class PackedMatrices {
  public:
-  struct Sizes {
-    std::int64_t num_experts, width, k;
-    bool gated, bias;
-    float activation_scale;  ///< static one of the rows that they multiply; 1: none
-  };
   PackedMatrices() = default;
-  PackedMatrices(const FormatKernels& kernels, const QuantScheme& scheme, const Sizes& sizes,
+  PackedMatrices(const FormatKernels& kernels, const QuantScheme& scheme, const MatrixSizes& sizes,
                  Device device);
+  /// Adds everything to `parts`, or takes it from there, under names that begin so. Taking waits.
+  void add_to(PackedParts& parts, const std::string& prefix) const;
+  void take_from(const PackedParts& parts, const std::string& prefix, Stream stream);
 
   /// Throws Error for matrices that cannot be packed; scales are in host memory. Returns
   /// FormatKernels::exponent_shift of them.
@@ -50,10 +51,16 @@ class PackedMatrices {
     Tensor scales, global_scale, input_scale;
     Tensor largest_scales;  // of rows, where packed scales are relative to them
     std::int64_t first_row = 0, first_col = 0;
+
+    static constexpr std::array<std::pair<const char*, Tensor Origin::*>, 4> kTensors{
+        {{"scales", &Origin::scales},
+         {"global_scale", &Origin::global_scale},
+         {"input_scale", &Origin::input_scale},
+         {"largest_scales", &Origin::largest_scales}}};
   };
   Origin origin_of(const WeightMatrix& matrix) const;
-  /// Whether scales of several columns multiply accumulators.
-  bool has_k_scales() const;
+  std::vector<std::pair<const char*, const Tensor*>> arrays() const;
+  bool has_k_scales() const { return cuda::has_k_scales(*format_, scheme_.weights); }
   float row_scale(const WeightMatrix& matrix, const Origin& origin, std::int64_t row,
                   float common) const;
   Tensor make_block_scales(const WeightMatrix& gate, const WeightMatrix* up);
@@ -83,18 +90,24 @@ class CudaPackedWeights final : public PackedWeights {
   /// On info.device. Sources lie in host memory or there.
   CudaPackedWeights(Info info, const FormatKernels& kernels, const ExpertWeights& weights,
                     const PackOptions& options);
+  /// What parts() took apart, in host memory.
+  CudaPackedWeights(Info info, const FormatKernels& kernels, const PackedParts& parts);
 
   const WeightFormat& format() const { return kernels_->format; }
   const PackedMatrices& w13() const { return w13_; }
   const PackedMatrices& w2() const { return w2_; }
   std::int64_t nbytes() const override { return w13_.nbytes() + w2_.nbytes(); }
+  /// The arrays on the device, and of each source matrix what they do not hold.
+  PackedParts parts() const override;
   void replace(std::int64_t expert, const ExpertMatrices& matrices, Stream stream);
   /// One expert as it was packed, in host tensors of its own; biases come back in f32.
   ExpertWeights unpack(std::int64_t expert) const;
 
  private:
+  /// Not packed yet.
+  CudaPackedWeights(Info info, const FormatKernels& kernels);
+
   const FormatKernels* kernels_;
-  ActivationParams activation_params_;
   PackedMatrices w13_, w2_;
 };
 
