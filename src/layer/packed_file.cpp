@@ -35,10 +35,10 @@ Metadata describe(const Experts& experts, const PackedWeights::Info& info) {
           {"hidden", core::to_string(info.hidden)},
           {"intermediate", core::to_string(info.intermediate)},
           {"activation", std::string(name(a.kind))},
-          {"activation_params", core::format("alpha {}, beta {}, limit {}, situ_beta {}, "
-                                             "situ_linear_beta {}",
-                                             a.alpha, a.beta, a.limit, a.situ_beta,
-                                             a.situ_linear_beta)},
+          {"activation_params",
+           core::format("alpha {}, beta {}, limit {}, situ_beta {}, "
+                        "situ_linear_beta {}",
+                        a.alpha, a.beta, a.limit, a.situ_beta, a.situ_linear_beta)},
           {"bias", info.has_bias ? "yes" : "no"},
           {"dtype", std::string(name(experts.config().dtype))}};
 }

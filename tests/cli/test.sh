@@ -310,6 +310,15 @@ case $situation in
     program=$examples/example_cuda_graph
     succeeds model model/input.safetensors
     says '^nothing to do without a GPU: |^sm90\+no_ep mxfp4_w4a16 bf16 .*: first output '
+    program=$examples/example_engine
+    succeeds
+    says '^cpu\+no_ep: 786432 bytes of packed weights, [1-9][0-9]* of workspace$'
+    says '^cancelled$'
+    mv out first
+    succeeds  # from the file
+    cmp out first || fail "other outputs from the file"
+    [[ $(sed -n 's/^again: //p' out) == "$(sed -n 's/^with expert 6: //p' out)" ]] ||
+      fail "other outputs after a cancelled forward"
     program=$examples/example_raw_tensors
     succeeds
     says '^layers packed: 1; first outputs: -?[0-9]'

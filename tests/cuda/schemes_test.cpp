@@ -7,13 +7,13 @@
 #include <string>
 #include <vector>
 
+#include "../unit/temporary_directory.h"
 #include "cuda/rows/permute.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/packed_file.h"
 #include "fusedmoe/quant.h"
 #include "scheme_rows.h"
-#include "../unit/temporary_directory.h"
 
 namespace fusedmoe {
 namespace {

@@ -156,8 +156,9 @@ TEST(PackedFileTest, ReferenceHasNoLayoutToKeep) {
   const auto experts =
       reference::descriptor().create(testing::make_config(problem.spec, DType::kBF16), {});
   const auto packed = experts->pack(problem.weights);
-  EXPECT_NE(error_of([&] { save_packed(*experts, *packed, folder / "packed"); })
-                .find("reference has no layout"),
+  EXPECT_NE(error_of([&] {
+              save_packed(*experts, *packed, folder / "packed");
+            }).find("reference has no layout"),
             std::string::npos);
   EXPECT_FALSE(std::filesystem::exists(folder / "packed"));
 }
