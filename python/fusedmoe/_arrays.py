@@ -65,6 +65,18 @@ def output_like(x: Any, dtype: Optional[str] = None) -> Any:
     return _core.empty(list(tensor.shape), dtype or tensor.dtype, tensor.device)
 
 
+def returned_to(x: Any, tensor: Tensor) -> Any:
+    """The tensor, whose memory nobody else has, as an array of x's kind."""
+    torch = _torch_of(x)
+    if torch is not None:
+        return torch.from_dlpack(tensor)
+    if type(x).__module__ == "numpy":
+        import numpy
+
+        return numpy.from_dlpack(tensor).copy()  # NumPy before 2.1 takes it for read-only
+    return tensor
+
+
 def stream_of(x: Any, stream: Optional[int]) -> Optional[int]:
     """The stream that was given; for PyTorch's tensors its current one, on the CPU its threads."""
     if stream is not None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any, Optional, Tuple
 
 from . import _core
-from ._arrays import array, given
-from ._core import Tensor
+from ._arrays import array, given, returned_to
 
 
-def router_logits(hidden_states: Any, weight: Any, bias: Any = None) -> Tensor:
+def router_logits(hidden_states: Any, weight: Any, bias: Any = None) -> Any:
     """(num_tokens, num_experts) f32 = hidden_states weight^T + bias, accumulated in fp32.
 
     hidden_states (num_tokens, hidden), weight (num_experts, hidden), bias (num_experts); f32, bf16
-    or f16, contiguous. Raises ValueError.
+    or f16, contiguous. Returns an array of the kind of hidden_states: NumPy's, PyTorch's or a
+    Tensor. Raises ValueError.
     """
-    return _core.router_logits(array(hidden_states), array(weight), array(bias))
+    logits = _core.router_logits(array(hidden_states), array(weight), array(bias))
+    return returned_to(hidden_states, logits)
 
 
 def route(
@@ -30,8 +31,9 @@ def route(
     e_score_correction_bias: Any = None,
     routed_scaling_factor: Optional[float] = None,
     sparsemixer_jitter: Optional[float] = None,
-) -> Tuple[Tensor, Tensor]:
-    """topk_weights f32 and topk_ids i32, both (num_tokens, topk), by descending selection score.
+) -> Tuple[Any, Any]:
+    """topk_weights f32 and topk_ids i32, both (num_tokens, topk), by descending selection score;
+    arrays of the kind of router_logits: NumPy's, PyTorch's or Tensors.
 
     router_logits: (num_tokens, num_experts) f32, bf16 or f16.
     scoring_func: "softmax", "sigmoid" or "sqrtsoftplus" of all logits before top-k; "topk_softmax"
@@ -56,4 +58,5 @@ def route(
             "sparsemixer_jitter": sparsemixer_jitter,
         }
     )
-    return _core.route(array(router_logits), array(e_score_correction_bias), settings)
+    weights, ids = _core.route(array(router_logits), array(e_score_correction_bias), settings)
+    return returned_to(router_logits, weights), returned_to(router_logits, ids)

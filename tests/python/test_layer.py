@@ -49,7 +49,10 @@ def test_routing_of_the_layer_and_of_the_caller(problem):
     assert relative_error(again, 2 * output) < 1e-6
     alone = fusedmoe.router_logits(problem.x, problem.gate)
     for result, expected in zip(fusedmoe.route(alone, 2, renormalize=True), (weights, ids)):
-        assert np.array_equal(np.from_dlpack(result), expected)
+        assert isinstance(result, np.ndarray) and result.flags.writeable
+        assert np.array_equal(result, expected)
+    of_tensor = fusedmoe.route(fusedmoe.as_tensor(alone), 2)
+    assert all(isinstance(result, fusedmoe.Tensor) for result in of_tensor)
 
 
 def test_shared_experts_are_added(problem):

@@ -44,6 +44,14 @@ def test_tensors_of_pytorch(tensors):
     torch.testing.assert_close(output.float(), expected, rtol=2e-2, atol=2e-2)
 
 
+def test_routers_return_tensors_of_pytorch(tensors):
+    x = tensors[0]
+    logits = fusedmoe.router_logits(x, torch.eye(64)[:8])
+    weights, ids = fusedmoe.route(logits, 2)
+    assert torch.equal(logits, x[:, :8]) and logits.dtype == torch.float32
+    assert torch.equal(ids.long(), x[:, :8].topk(2).indices) and weights.shape == (5, 2)
+
+
 def test_memory_is_shared_and_kept_alive(tensors):
     x = tensors[0]
     tensor = fusedmoe.as_tensor(x)
