@@ -1,6 +1,6 @@
-// The experts in an engine that has everything else: its own tensors, routing and threads. Memory is
-// known before anything is packed; packed weights are kept in a file; more experts are served than
-// fit into memory; and a forward can be given up. Usage: engine
+// The experts in an engine that has everything else: its own tensors, routing and threads. Memory
+// is known before anything is packed; packed weights are kept in a file; more experts are served
+// than fit into memory; and a forward can be given up. Usage: engine
 #include <fusedmoe/packed_file.h>
 #include <fusedmoe/runtime.h>
 #include <fusedmoe/selection.h>
@@ -84,7 +84,8 @@ int main() try {
   if (!std::filesystem::exists(path)) {
     PackOptions options;
     options.stream = stream;  // its threads
-    save_packed(kernel.experts(), *kernel.experts().pack(expert(w13, w2, 0, kSlots), options), path);
+    save_packed(kernel.experts(), *kernel.experts().pack(expert(w13, w2, 0, kSlots), options),
+                path);
   }
   // Read instead of mapped, as experts will be replaced.
   const auto packed = load_packed(kernel.experts(), {path, FileAccess::kRead});
@@ -104,7 +105,8 @@ int main() try {
 
   std::vector<std::int32_t> ids{0, 3, 2, 1, 2, 0, 1, -1};  // -1 selects nothing
   std::vector<float> weights(ids.size(), 0.5F);
-  const Tensor x = values({kTokens, kHidden}, 1), y = Tensor::empty({kTokens, kHidden}, DType::kBF16);
+  const Tensor x = values({kTokens, kHidden}, 1),
+               y = Tensor::empty({kTokens, kHidden}, DType::kBF16);
   const Tensor scratch = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
   ForwardArgs args;
   args.weights = packed.get();

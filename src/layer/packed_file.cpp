@@ -23,9 +23,9 @@ using Metadata = std::map<std::string, std::string, std::less<>>;
 
 constexpr const char* kFormat = "fusedmoe_packed_weights";
 
-/// What a reader must have the same of, and what it is told. The values of floats are those of
-/// their bits.
-Metadata describe(const Experts& experts, const PackedWeights::Info& info) {
+/// What a reader must have the same of, in the order in which it is asked.
+std::vector<std::pair<std::string, std::string>> describe(const Experts& experts,
+                                                          const PackedWeights::Info& info) {
   const ResolvedActivation& a = info.activation;
   return {{"format", kFormat},
           {"packed_for", std::string(experts.descriptor().name())},
@@ -121,7 +121,8 @@ void save_packed(const Experts& experts, const PackedWeights& packed,
                  core::format("packed by {} for this configuration", experts.descriptor().name()));
   std::map<std::string, Tensor> parts;
   for (const auto& [name, tensor] : packed.parts()) parts[name] = to_device(tensor, {});
-  Metadata metadata = describe(experts, packed.info());
+  Metadata metadata;
+  for (const auto& [key, value] : describe(experts, packed.info())) metadata[key] = value;
   metadata["a1_scale"] = scale_text(packed.info().a1_scale);
   metadata["a2_scale"] = scale_text(packed.info().a2_scale);
   std::map<std::string, std::string> written(metadata.begin(), metadata.end());

@@ -105,7 +105,18 @@ TEST(PackedFileTest, KeepsHowTilesDiffer) {
       spec.intermediate = 128;
       spec.scale_dtype = scales;
       const Problem problem = make_problem(spec);
-      const ExpertWeights slice = slice_experts(problem.weights, {begin, begin + 64});
+      ExpertWeights slice = problem.weights;
+      slice.intermediate = 64;
+      for (ExpertMatrices& expert : slice.experts) {
+        for (WeightMatrix* matrix : {&expert.gate, &expert.up}) {
+          for (TensorView* view : {&matrix->values, &matrix->scales, &matrix->bias}) {
+            *view = view->slice(0, begin, begin + 64);
+          }
+        }
+        expert.down.values = expert.down.values.slice(1, begin / 8, begin / 8 + 8);
+        expert.down.scales = expert.down.scales.slice(1, 0, begin == 0 ? 1 : 2);
+        expert.down.first_col = begin;
+      }
       spec.intermediate = 64;
       const auto experts = make_experts(spec);
       const auto packed = experts->pack(slice);
@@ -217,7 +228,7 @@ TEST_F(RefusedPackedFileTest, OfAnotherLayout) {
   metadata_["layout_version"] = "1";
   expect_error("layout_version 1");
   metadata_["packed_for"] = "sm90";
-  expect_error("sm90");
+  expect_error("packed_for sm90");
   metadata_.erase("format");
   expect_error("no file of packed weights");
 }
@@ -226,7 +237,7 @@ TEST_F(RefusedPackedFileTest, ThatIsDamaged) {
   for (const auto& [name, tensor] : std::map(tensors_)) {
     for (const std::int64_t at : {std::int64_t{0}, tensor.nbytes() / 2, tensor.nbytes() - 1}) {
       Tensor changed = Tensor::empty(tensor.shape(), tensor.dtype());
-      copy(tensor, changed);
+      copy(tensor, changed, Stream{});
       changed.as<std::uint8_t>()[at] ^= 1;
       tensors_[name] = changed;
       expect_error("checksum");
@@ -253,7 +264,7 @@ TEST_F(RefusedPackedFileTest, WithPartsThatDoNotFit) {
                                    std::pair("scale_dtypes", "int")}) {
     for (std::int64_t i = 0; i < parts.at(name).numel(); ++i) {
       Tensor changed = Tensor::empty(parts.at(name).shape(), parts.at(name).dtype());
-      copy(parts.at(name), changed);
+      copy(parts.at(name), changed, Stream{});
       if (std::string(type) == "int") {
         changed.as<std::int32_t>()[i] = 99;
       } else {
