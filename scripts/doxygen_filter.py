@@ -16,7 +16,7 @@ import sys
 INCLUDE = pathlib.Path(__file__).parents[1] / "include"
 # Groups of C++, and their headers.
 GROUPS = {
-    "layers": ("Layers and checkpoints", "layer checkpoint weights safetensors"),
+    "layers": ("Layers and checkpoints", "layer checkpoint weights packed_file safetensors"),
     "experts": ("Experts and their selection", "modular_kernel experts selection"),
     "router": ("Router", "router"),
     "quantization": ("Number formats", "quant"),

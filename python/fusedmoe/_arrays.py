@@ -65,8 +65,8 @@ def output_like(x: Any, dtype: Optional[str] = None) -> Any:
     return _core.empty(list(tensor.shape), dtype or tensor.dtype, tensor.device)
 
 
-def returned_to(x: Any, tensor: Tensor) -> Any:
-    """The tensor, whose memory nobody else has, as an array of x's kind."""
+def returned_to(x: Array, tensor: Array) -> Array:
+    """The Tensor, whose memory nobody else has, as an array of x's kind."""
     torch = _torch_of(x)
     if torch is not None:
         return torch.from_dlpack(tensor)

@@ -72,35 +72,54 @@ class MoELayer:
         experts_only: bool = False,
         **options: Any,
     ) -> "MoELayer":
-        """The layer of that number (default: the first with experts), packed from the file.
+        """A layer of a checkpoint, packed from the file.
 
-        experts_only: without router and shared experts; only forward_routed() works.
-        Options, of from_tensors() too:
-        device: "cpu" (default) or "cuda:0".
-        dtype: of hidden states, "bf16" (default), "f32" or "f16"; output_dtype: dtype or "f32".
-        require: an implementation by name, or an error; plan: `plan_json` of another layer,
-            exactly that or an error.
-        batch_invariant: rows do not depend on their batch. inplace: the output may be the input.
-        monolithic: the experts route by themselves.
-        tp_size, tp_rank, ep_size, ep_rank, dp_size, sequence_parallel: of the ranks that share the
-            layer. Without a communicator each output is one rank's part: add those of all ranks;
-            shared experts are those of rank 0.
-        num_threads: of the CPU; max_workspace_bytes: longer inputs run in chunks.
-        packed_weights: a file of save_packed(), whose routed experts are used instead of packing
-            those given. packed_read: read it into memory instead of mapping it. packed_verify:
-            compare the checksum of its contents, which reads all of them (default).
-        communicator: of the ranks (see Communicator); making the layer is then collective. Without
-            the sizes above all its ranks share the experts and have tokens of their own. Only what
-            this rank holds is read. The options below need one, but for placement.
-        max_tokens_per_rank: the most that any gives to a call.
-        placement: JSON, as linear_placement() returns it; nearest_replica: take that of a token's
-            experts. combine: "per_rank" or "per_slot"; combine_dtype: of rows per rank.
-        dispatch_dtype: of rows on their way to other ranks: dtype, or that of the scheme's
-            activations, "e4m3", "i8" or "e2m1". Default: as the experts read rows.
-        receive_capacity: rows; drop_rows: those that do not fit, instead of an error.
+        Args:
+            checkpoint: an open one, or its folder or file.
+            layer: its number; default: the first with experts.
+            experts_only: without router and shared experts; only forward_routed() works.
+            **options: of from_tensors() too, as follows.
 
-        Raises OSError for a file at fault, NotImplementedError where no implementation fits. With a
-        communicator of several ranks: RuntimeError on all of them, which names the rank.
+        Keyword Args:
+            device (str): "cpu" (default) or "cuda:0".
+            dtype (str): of hidden states, "bf16" (default), "f32" or "f16".
+            output_dtype (str): dtype (default) or "f32".
+            require (str): an implementation by name, or an error.
+            plan (str): `plan_json` of another layer, exactly that or an error.
+            batch_invariant (bool): rows do not depend on their batch.
+            inplace (bool): the output may be the input.
+            monolithic (bool): the experts route by themselves.
+            tp_size (int): of the ranks that share the layer. Without a communicator each output is
+                one rank's part: add those of all ranks; shared experts are those of rank 0.
+            tp_rank (int): this rank's place among them.
+            ep_size (int): ranks that share the experts.
+            ep_rank (int): this rank's place among them.
+            dp_size (int): groups of ranks with tokens of their own.
+            sequence_parallel (bool): the ranks of a group each have a part of its tokens.
+            num_threads (int): of the CPU.
+            max_workspace_bytes (int): longer inputs run in chunks.
+            packed_weights (Path): a file of save_packed(), whose routed experts are used instead of
+                packing those given.
+            packed_read (bool): read it into memory instead of mapping it.
+            packed_verify (bool): compare the checksum of its contents, which reads all of them
+                (default).
+            communicator (Communicator): of the ranks; making the layer is then collective. Without
+                the sizes above all its ranks share the experts and have tokens of their own. Only
+                what this rank holds is read. The options below need one, but for placement.
+            max_tokens_per_rank (int): the most that any gives to a call.
+            placement (str): JSON, as linear_placement() returns it.
+            nearest_replica (bool): take that of a token's experts.
+            combine (str): "per_rank" or "per_slot".
+            combine_dtype (str): of rows per rank.
+            dispatch_dtype (str): of rows on their way to other ranks: dtype, or that of the
+                activations, "e4m3", "i8" or "e2m1". Default: as the experts read rows.
+            receive_capacity (int): the most rows that this rank takes in a call.
+            drop_rows (bool): drop those that do not fit, instead of an error.
+
+        Raises:
+            OSError: for a file at fault.
+            NotImplementedError: where no implementation fits.
+            RuntimeError: with a communicator of several ranks, on all of them; it names the rank.
         """
 
         def prepare() -> _core.PreparedLayer:
@@ -367,7 +386,8 @@ class MoELayer:
     def save_packed(self, path: Path) -> None:
         """Keeps the packed routed experts in a file, for the option `packed_weights`.
 
-        Raises OSError where it cannot be written.
+        Raises:
+            OSError: where it cannot be written.
         """
         self._handle.save_packed(os.fspath(path))
 
