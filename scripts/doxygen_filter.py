@@ -55,8 +55,9 @@ def as_cpp(words, rest, group):
     start, end = f"/** @addtogroup {group}\n@{{ */\n", "/** @} */\n"
     if not re.search(r"(?m)^namespace", rest):
         return f"/** @file\n{words} */\n{start}{rest}{end}"
-    rest = re.sub(r"(?m)^(namespace [\w:]+ \{\n)", rf"\1{start}", rest)
-    rest = re.sub(r"(?m)^(\}  // namespace)", rf"{end}\1", rest)
+    for name in re.findall(r"(?m)^\}  // namespace (\w+)", rest):
+        rest = rest.replace(f"\nnamespace {name} {{\n", f"\nnamespace {name} {{\n{start}")
+        rest = rest.replace(f"\n}}  // namespace {name}\n", f"\n{end}}}  // namespace {name}\n")
     return f"/** @file\n{words} */\n{rest}"
 
 
@@ -87,6 +88,8 @@ def as_c(words, rest, group):
 
 def as_doxygen(name, text):
     words, rest = first_comment(text)
+    if name not in GROUP_OF:
+        sys.exit(f"scripts/doxygen_filter.py: {name}.h is in no group")
     group = GROUP_OF[name]
     return (as_c if group in C else as_cpp)(words, rest, group)
 
