@@ -19,7 +19,8 @@ struct OptionInfo {
   std::vector<std::string> choices;  ///< all values that there are; empty: any of its kind
   std::string default_text;
   bool required = false;
-  bool list = false;  ///< values separated by commas
+  bool list = false;   ///< values separated by commas
+  bool alone = false;  ///< excludes all others
 
   bool by_place() const { return !name.starts_with("--"); }
   /// "PATH", or "balanced|zipf"; empty: a flag.

@@ -12,7 +12,6 @@
 #include "fusedmoe/error.h"
 #include "fusedmoe/version.h"
 #include "manual.h"
-#include "support.h"
 
 namespace fusedmoe::cli {
 
@@ -93,6 +92,11 @@ Option& Option::show_default() {
 
 Option& Option::excludes(const Option& other) {
   option_->excludes(other.option_);
+  return *this;
+}
+
+Option& Option::alone() {
+  info_->alone = true;
   return *this;
 }
 
@@ -222,6 +226,18 @@ void check_groups(const CLI::App& app, const CommandInfo& command) {
   }
 }
 
+/// Throws UsageError where another option was given beside one that goes alone.
+void check_alone(const CLI::App& app, const CommandInfo& command) {
+  const auto given = [&](const OptionInfo& option) { return app.count(option.name) > 0; };
+  for (const OptionInfo& option : command.options) {
+    if (!option.alone || !given(option)) continue;
+    for (const OptionInfo& other : command.options) {
+      if (&other == &option || !given(other)) continue;
+      throw UsageError(other.name + " cannot be used with " + option.name);
+    }
+  }
+}
+
 /// CLI11's words as ours.
 std::string sentence(const CLI::ParseError& error, const CommandInfo* command) {
   std::string text = error.what();
@@ -303,6 +319,7 @@ int run_command_line(int argc, char** argv, const std::string& description,
     for (const CLI::App* chosen : app.get_subcommands()) {
       command = info.find(chosen->get_name());
       check_groups(*chosen, *command);
+      check_alone(*chosen, *command);
     }
   } catch (const CLI::CallForHelp&) {
     for (const CLI::App* chosen : app.get_subcommands()) command = info.find(chosen->get_name());

@@ -37,6 +37,7 @@ class Option {
   Option& show_default();  ///< in --help
   Option& excludes(const Option& other);
   Option& needs(const Option& other);
+  Option& alone();  ///< no other option of the command may be given
 
  private:
   CLI::Option* option_;

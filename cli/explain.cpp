@@ -14,18 +14,18 @@
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
 #include "ranks.h"
+#include "sources.h"
 #include "support.h"
 #include "testing/support_matrix.h"
 
 namespace fusedmoe::cli {
 namespace {
 
-struct Options {
-  std::string family;
-  std::string checkpoint, model;
+struct ExplainOptions {
+  LayerSource source;
   std::string device;  // empty: cpu, or with a compute capability cuda
   std::string dtype = "bf16";
-  std::int64_t num_tokens = 64, layer = -1;
+  std::int64_t num_tokens = 64;
   std::string compute_capability;  // empty: that of the device
   std::string scheme, experts, save_plan;
   bool hooks = false, monolithic = false, batch_invariant = false;
@@ -51,7 +51,7 @@ struct Resources {
 };
 
 /// What rank 0, which has the most, holds of the layer.
-void place_on_ranks(const Options& options, MoeConfig& config) {
+void place_on_ranks(const ExplainOptions& options, MoeConfig& config) {
   if (options.ranks.num_ranks() == 1) return;
   config.parallel = ParallelConfig::of(options.ranks.deployment(0));
   const ParallelConfig& parallel = config.parallel;
@@ -78,7 +78,7 @@ int parse_compute_capability(const std::string& text) {
   throw Error("--compute-capability", text, "a compute capability, as 9.0");
 }
 
-MoeConfig make_config(const Options& options, const ModelConfig& model) {
+MoeConfig make_config(const ExplainOptions& options, const ModelConfig& model) {
   const bool named = !options.compute_capability.empty();
   const Device device = parse_device(!options.device.empty() ? options.device
                                      : named                 ? "cuda"
@@ -123,7 +123,8 @@ struct LayerGroup {
 };
 
 /// With the shared experts that a layer of the model would have besides.
-std::string plan_json(const Options& options, const LayerGroup& group, const Selection& selection) {
+std::string plan_json(const ExplainOptions& options, const LayerGroup& group,
+                      const Selection& selection) {
   const ModelConfig& model = group.model;
   Plan plan = selection.plan();
   if (model.shared_intermediate > 0) {
@@ -147,7 +148,7 @@ std::string plan_json(const Options& options, const LayerGroup& group, const Sel
   return plan.json() + "\n";
 }
 
-void print_json(const Options& options, const LayerGroup& group, const Selection& selection,
+void print_json(const ExplainOptions& options, const LayerGroup& group, const Selection& selection,
                 const std::optional<Resources>& resources) {
   const MoeConfig& config = selection.config;
   nlohmann::json object{{"family", name(group.model.family)},
@@ -166,7 +167,7 @@ void print_json(const Options& options, const LayerGroup& group, const Selection
   fmt::print("{}\n", object.dump());
 }
 
-void print_text(const Options& options, const LayerGroup& group, const Selection& selection,
+void print_text(const ExplainOptions& options, const LayerGroup& group, const Selection& selection,
                 const std::optional<Resources>& resources) {
   const MoeConfig& config = selection.config;
   if (!group.layers.empty()) fmt::print("{}\n", group.name());
@@ -195,14 +196,15 @@ void print_text(const Options& options, const LayerGroup& group, const Selection
 }
 
 /// Of the layers of a checkpoint, all of which must pass the checks of loading, or of one of them.
-std::vector<LayerGroup> group_layers(const Options& options) {
-  const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
-  const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.checkpoint);
-  chosen_layer(options.layer, layers);  // an Error if it is not there
+std::vector<LayerGroup> group_layers(const ExplainOptions& options) {
+  const LayerSource& source = options.source;
+  const Checkpoint checkpoint = open_checkpoint(source.checkpoint, source.family);
+  const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, source.checkpoint);
+  chosen_layer(source.layer, layers);  // an Error if it is not there
   std::vector<LayerGroup> groups;
   for (const std::int64_t layer : layers) {
     const Checkpoint::LayerSchemes schemes = checkpoint.check_layer(layer);
-    if (options.layer >= 0 && layer != options.layer) continue;
+    if (source.layer >= 0 && layer != source.layer) continue;
     const QuantScheme scheme =
         options.scheme.empty() ? schemes.experts : parse_scheme(options.scheme);
     auto group = std::find_if(groups.begin(), groups.end(), [&](const LayerGroup& each) {
@@ -218,7 +220,7 @@ std::vector<LayerGroup> group_layers(const Options& options) {
 }
 
 /// Prints what would run the layers. False: nothing does.
-bool explain_group(const Options& options, const LayerGroup& group) {
+bool explain_group(const ExplainOptions& options, const LayerGroup& group) {
   const MoeConfig config = make_config(options, group.model);
   const Selection selection =
       options.experts.empty() ? explain(config) : select(config, options.experts);
@@ -232,20 +234,16 @@ bool explain_group(const Options& options, const LayerGroup& group) {
   return static_cast<bool>(selection);
 }
 
-void run(const Options& options) {
+void run(const ExplainOptions& options) {
   if (options.matrix) {
-    if (options.ranks.given()) {
-      throw Error::conflict("--matrix", "--ep, --tp, --dp and --dispatch-dtype",
-                            "it tells of one rank");
-    }
     fmt::print("{}", testing::support_matrix_markdown());
     return;
   }
   check_experts_name(options.experts);
   const std::vector<LayerGroup> groups =
-      options.model.empty()
+      options.source.model.empty()
           ? group_layers(options)
-          : std::vector<LayerGroup>{{{}, parse_model_config(model_preset(options.model))}};
+          : std::vector<LayerGroup>{{{}, parse_model_config(model_preset(options.source.model))}};
   if (groups.size() > 1 && !options.save_plan.empty()) {
     throw Error::invalid("--save-plan",
                          "--save-plan needs --layer, as the layers of this checkpoint have "
@@ -266,79 +264,54 @@ void run(const Options& options) {
 }  // namespace
 
 void add_explain(Program& program) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<ExplainOptions>();
   Command command = program.add_command(
       "explain", "Show which implementation would run a model, and why not the others");
-  Command source = command.add_group(1, 1);
-  source.add_option("--checkpoint", options->checkpoint, "Checkpoint directory or file")
-      .kind("PATH");
-  const Option model = source.add_option("--model", options->model, "A model by name")
-                           .kind("MODEL")
-                           .one_of(model_preset_names());
-  const Option matrix =
-      source.add_flag("--matrix", options->matrix,
-                      "Print every scheme on every implementation, as Markdown tables");
-  add_family_option(command, options->family).excludes(model).excludes(matrix);
-  command
-      .add_option("--layer", options->layer,
-                  "Layer of the checkpoint; default: all, those of one scheme together")
-      .not_negative()
-      .excludes(model)
-      .excludes(matrix);
+  Command source =
+      options->source.add_to(command, "A model by name",
+                             "Layer of the checkpoint; default: all, those of one scheme together");
+  source
+      .add_flag("--matrix", options->matrix,
+                "Print every scheme on every implementation, as Markdown tables")
+      .alone();
   command.add_option("--scheme", options->scheme, "Of the experts; default: as published")
-      .kind("SCHEME")
-      .excludes(matrix);
+      .kind("SCHEME");
   command
       .add_option("--experts", options->experts, "Implementation that must run; default: the best")
-      .kind("EXPERTS")
-      .excludes(matrix);
-  command
-      .add_flag("--hooks", options->hooks,
-                "Ask for experts that can call hooks between their steps")
-      .excludes(matrix);
-  command
-      .add_flag("--monolithic", options->monolithic,
-                "Ask for experts that choose each token's experts themselves")
-      .excludes(matrix);
-  command
-      .add_flag("--batch-invariant", options->batch_invariant,
-                "Ask for rows that do not depend on their batch")
-      .excludes(matrix);
+      .kind("EXPERTS");
+  command.add_flag("--hooks", options->hooks,
+                   "Ask for experts that can call hooks between their steps");
+  command.add_flag("--monolithic", options->monolithic,
+                   "Ask for experts that choose each token's experts themselves");
+  command.add_flag("--batch-invariant", options->batch_invariant,
+                   "Ask for rows that do not depend on their batch");
   command
       .add_option("--save-plan", options->save_plan,
                   "File to write: what would run, as JSON that run --plan pins")
-      .kind("PATH")
-      .excludes(matrix);
+      .kind("PATH");
   command
       .add_option("--device", options->device,
                   "Where it would run; default: cpu, with --compute-capability cuda")
-      .kind("DEVICE")
-      .excludes(matrix);
+      .kind("DEVICE");
   command
       .add_option("--compute-capability", options->compute_capability,
                   "Answer for a CUDA device that need not be here: 9.0 is Hopper")
-      .kind("CAPABILITY")
-      .excludes(matrix);
+      .kind("CAPABILITY");
   command.add_option("--dtype", options->dtype, "Of hidden states and output")
       .kind("DTYPE")
       .one_of({"bf16", "f16", "f32"})
-      .show_default()
-      .excludes(matrix);
+      .show_default();
   options->ranks.add_to(command);
   command.add_option("--combine", options->combine, "What comes back from ranks")
       .one_of({"per_rank", "per_slot"})
-      .show_default()
-      .excludes(matrix);
+      .show_default();
   command
       .add_option("--tokens", options->num_tokens,
                   "Tokens that the workspace and the kernel configuration are for")
       .not_negative()
-      .show_default()
-      .excludes(matrix);
-  command
-      .add_flag("--json", options->json,
-                "Print a JSON object instead of text, on a line for each scheme of layers")
-      .excludes(matrix);
+      .show_default();
+  command.add_flag("--json", options->json,
+                   "Print a JSON object instead of text, on a line for each scheme of layers");
   command.example("fusedmoe explain --model gpt-oss-20b --device cuda --tokens 64");
   command.runs([options] { run(*options); });
 }

@@ -14,12 +14,12 @@
 namespace fusedmoe::cli {
 namespace {
 
-struct Options {
+struct FamiliesOptions {
   std::string name, check;
   bool json = false;
 };
 
-void list(const Options& options) {
+void list(const FamiliesOptions& options) {
   std::vector<Family> families = Family::all();
   std::sort(families.begin(), families.end(),
             [](const Family& a, const Family& b) { return a.name() < b.name(); });
@@ -38,7 +38,7 @@ void list(const Options& options) {
   }
 }
 
-void run(const Options& options) {
+void run(const FamiliesOptions& options) {
   if (!options.check.empty()) {
     const std::vector<Family> families = Family::parse(read_text(options.check), options.check);
     for (const Family& family : families) fmt::print("{}: {}\n", options.check, family.name());
@@ -52,7 +52,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_families(Program& program) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<FamiliesOptions>();
   Command command = program.add_command(
       "families", "List the model families, show one's description, or check a new one");
   const Option family =

@@ -15,12 +15,13 @@
 #include "commands.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/tensor.h"
+#include "sources.h"
 #include "support.h"
 
 namespace fusedmoe::cli {
 namespace {
 
-struct Options {
+struct InspectOptions {
   std::string family;
   std::string path;
   std::int64_t layer = -1;
@@ -127,7 +128,7 @@ std::string describe(const Checkpoint::LayerSchemes& schemes) {
 }
 
 /// Layers and what they have: those that follow each other with the same in one entry.
-struct LayerGroup {
+struct LayerRange {
   std::int64_t first, last;
   std::string scheme;
 
@@ -136,11 +137,11 @@ struct LayerGroup {
                          : fmt::format("layers {} to {}: {}", first, last, scheme);
   }
 };
-using LayerGroups = std::vector<LayerGroup>;
+using LayerRanges = std::vector<LayerRange>;
 
 /// Of every layer, which must pass the checks of loading.
-LayerGroups group_layers(const Checkpoint& checkpoint, const std::vector<std::int64_t>& layers) {
-  LayerGroups groups;
+LayerRanges group_layers(const Checkpoint& checkpoint, const std::vector<std::int64_t>& layers) {
+  LayerRanges groups;
   for (const std::int64_t layer : layers) {
     const std::string scheme = describe(checkpoint.check_layer(layer));
     if (groups.empty() || groups.back().scheme != scheme) groups.push_back({layer, layer, scheme});
@@ -150,7 +151,7 @@ LayerGroups group_layers(const Checkpoint& checkpoint, const std::vector<std::in
 }
 
 void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& layers,
-                std::int64_t layer, const LayerGroups& groups_of_layers) {
+                std::int64_t layer, const LayerRanges& groups_of_layers) {
   const ModelConfig model = checkpoint.config(layer);
   const auto row = [](const char* what, const std::string& value) {
     fmt::print("{:<18}{}\n", what, value);
@@ -174,7 +175,7 @@ void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
     row("scheme", groups_of_layers.front().scheme);
   } else {
     const char* what = "scheme";
-    for (const LayerGroup& group : groups_of_layers) {
+    for (const LayerRange& group : groups_of_layers) {
       row(what, group.text());
       what = "";
     }
@@ -193,7 +194,7 @@ void print_text(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
 }
 
 void print_json(const Checkpoint& checkpoint, const std::vector<std::int64_t>& layers,
-                std::int64_t layer, const LayerGroups& groups_of_layers) {
+                std::int64_t layer, const LayerRanges& groups_of_layers) {
   const ModelConfig model = checkpoint.config(layer);
   const auto tensors = checkpoint.layer_tensors(layer);
   nlohmann::json object{{"family", name(model.family)},
@@ -213,7 +214,7 @@ void print_json(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
                         {"layer_bytes", total_bytes(tensors)},
                         {"uncalibrated", uncalibrated_texts(checkpoint, layer)},
                         {"tensors", nlohmann::json::array()}};
-  for (const LayerGroup& group : groups_of_layers) {
+  for (const LayerRange& group : groups_of_layers) {
     object["schemes"].push_back(
         {{"first", group.first}, {"last", group.last}, {"scheme", group.scheme}});
   }
@@ -228,12 +229,12 @@ void print_json(const Checkpoint& checkpoint, const std::vector<std::int64_t>& l
   fmt::print("{}\n", object.dump());
 }
 
-void run(const Options& options) {
+void run(const InspectOptions& options) {
   const Checkpoint checkpoint = open_checkpoint(options.path, options.family);
   const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.path);
   const std::int64_t layer = chosen_layer(options.layer, layers);
-  const LayerGroups all = group_layers(checkpoint, layers);
-  const LayerGroups shown = options.layer < 0 ? all : group_layers(checkpoint, {layer});
+  const LayerRanges all = group_layers(checkpoint, layers);
+  const LayerRanges shown = options.layer < 0 ? all : group_layers(checkpoint, {layer});
   options.json ? print_json(checkpoint, layers, layer, all)
                : print_text(checkpoint, layers, layer, shown);
 }
@@ -241,18 +242,16 @@ void run(const Options& options) {
 }  // namespace
 
 void add_inspect(Program& program) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<InspectOptions>();
   Command command = program.add_command(
       "inspect", "Show a checkpoint's family, layers, experts, shapes, scheme and bytes");
   command.add_option("path", options->path, "Checkpoint directory, safetensors or GGUF file")
       .kind("PATH")
       .required();
   add_family_option(command, options->family);
-  command
-      .add_option("--layer", options->layer,
-                  "Layer whose scheme and tensors are shown; default: the schemes "
-                  "of all, the tensors of the first")
-      .not_negative();
+  add_layer_option(command, options->layer,
+                   "Layer whose scheme and tensors are shown; default: the schemes of all, the "
+                   "tensors of the first");
   command.add_flag("--json", options->json, "Print one JSON object instead of text");
   command.example("fusedmoe inspect gpt-oss-20b");
   command.runs([options] { run(*options); });

@@ -13,13 +13,13 @@
 namespace fusedmoe::cli {
 namespace {
 
-struct Options {
+struct QuantizeOptions {
   std::string checkpoint, scheme, layout, output, calibrate;
   std::string scale_rule = "ocp";
   bool json = false, force = false;
 };
 
-void run(const Options& options) {
+void run(const QuantizeOptions& options) {
   begin_outputs({options.output}, options.force);
   QuantizeCheckpointOptions quantize;
   for (const MxScaleRule rule :
@@ -57,7 +57,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_quantize(Program& program) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<QuantizeOptions>();
   Command command = program.add_command(
       "quantize", "Quantize the experts of an f32, bf16 or f16 checkpoint into a published layout");
   command.add_option("--checkpoint", options->checkpoint, "Directory or safetensors file to read")

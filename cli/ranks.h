@@ -18,8 +18,6 @@ struct RankOptionsOf {
   int ep = 0, tp = 1, dp = 0;
   std::string dispatch_dtype;
   void add_to(Command& command);
-  /// Whether one of the options says anything.
-  bool given() const { return ep > 0 || tp > 1 || dp > 0 || !dispatch_dtype.empty(); }
   /// Ranks that the layer is on; 1: none of the options was given.
   int num_ranks() const;
   /// --ep N alone: N ranks with tokens of their own. Throws Error where the numbers contradict.

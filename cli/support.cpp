@@ -14,12 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/problems.h"
 #include "files/output.h"
-#include "fusedmoe/safetensors.h"
 #include "fusedmoe/selection.h"
-#include "fusedmoe/tensor.h"
-#include "testing/cases.h"
 
 namespace fusedmoe::cli {
 
@@ -52,20 +48,6 @@ DType parse_float_dtype(const std::string& text) {
   return *dtype;
 }
 
-Tensor load_tensor(const std::string& path, const std::string& name, std::int64_t columns) {
-  Tensor tensor = SafetensorsFile::open(path).tensor(name);
-  const std::string what = fmt::format("{} of {}", name, path);
-  if (tensor.rank() != 2 || tensor.size(1) != columns) {
-    throw Error(what, to_string(tensor.shape()), fmt::format("[num_tokens, {}]", columns));
-  }
-  const DType dtype = tensor.dtype();
-  if (dtype != DType::kF64 && dtype != DType::kF32 && dtype != DType::kF16 &&
-      dtype != DType::kBF16) {
-    throw Error(what, std::string(fusedmoe::name(dtype)), "f32, bf16, f16 or f64");
-  }
-  return tensor;
-}
-
 std::string read_text(const std::string& path) {
   errno = 0;
   std::ifstream file(path, std::ios::binary);
@@ -74,43 +56,6 @@ std::string read_text(const std::string& path) {
   std::string reason = std::strerror(errno);
   if (!reason.empty()) reason[0] = static_cast<char>(std::tolower(reason[0]));
   throw Error::io(path, fmt::format("cannot open {}: {}", path, reason));
-}
-
-Tensor random_hidden_states(std::int64_t rows, std::int64_t columns, DType dtype,
-                            std::uint64_t seed) {
-  Tensor x = Tensor::empty({rows, columns}, dtype);
-  testing::Random random(seed + 2);  // layers of random weights take the seed itself
-  for (std::int64_t i = 0; i < x.numel(); ++i) {
-    store_f32(x.data(), dtype, i, static_cast<float>(random.normal()));
-  }
-  return x;
-}
-
-std::vector<std::int64_t> moe_layers_of(const Checkpoint& checkpoint, const std::string& path) {
-  std::vector<std::int64_t> layers = checkpoint.moe_layers();
-  if (layers.empty()) throw Error::invalid(path, fmt::format("{} has no MoE layers", path));
-  return layers;
-}
-
-std::int64_t chosen_layer(std::int64_t layer, const std::vector<std::int64_t>& layers) {
-  if (layer < 0) return layers.front();
-  if (std::find(layers.begin(), layers.end(), layer) != layers.end()) return layer;
-  throw Error("--layer", fmt::to_string(layer),
-              fmt::format("a layer with experts: {}", checkpoint::number_ranges(layers)));
-}
-
-Option add_family_option(Command& command, std::string& family) {
-  return command
-      .add_option("--family", family,
-                  "Read the model as one of this family: a name that families lists, or a JSON "
-                  "file with a description")
-      .kind("FAMILY");
-}
-
-Checkpoint open_checkpoint(const std::string& path, const std::string& family) {
-  CheckpointOptions options;
-  if (!family.empty()) options.family = Family::named(family);
-  return Checkpoint::open(path, options);
 }
 
 void write_text(const std::string& path, const std::string& text) {

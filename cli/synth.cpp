@@ -15,13 +15,13 @@
 namespace fusedmoe::cli {
 namespace {
 
-struct Options {
+struct SynthCommand {
   std::string model, config, out;
   SynthOptions synth;
   bool json = false, force = false;
 };
 
-void run(const Options& options) {
+void run(const SynthCommand& options) {
   begin_outputs({options.out}, options.force);
   SynthOptions synth = options.synth;
   synth.config_json =
@@ -43,7 +43,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_synth(Program& program) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<SynthCommand>();
   Command command = program.add_command(
       "synth", "Write a checkpoint of true size in its published layout, with random weights");
   Command source = command.add_group(1, 1);

@@ -30,7 +30,7 @@ constexpr double kMaxSeconds = 10, kMaxSecondsOnRanks = 0.5;
 const std::vector<std::string> kAllSchemes{"all"};
 constexpr const char* kRanks = "--ep, --tp and --dp";
 
-struct Options {
+struct BenchCommand {
   BenchSubjects subjects;
   std::vector<std::string> schemes;
   std::vector<std::string> experts;
@@ -49,7 +49,7 @@ struct Options {
   bool layer = false;
 };
 
-void print_load(const Options& options, const std::vector<ReportRow>& rows) {
+void print_load(const BenchCommand& options, const std::vector<ReportRow>& rows) {
   for (const ReportRow& row : rows) {
     std::cout << fmt::format("\n{} {} {} tokens, {} samples\n", row.model, row.scheme,
                              row.result.num_tokens, row.result.samples + row.result.dropped);
@@ -73,7 +73,7 @@ std::string why_not_timed(const MoeConfig& config, const std::string& experts) {
 }
 
 /// Names of the schemes to time; "all": those that the experts serve, and a word on the others.
-std::vector<std::string> schemes_of(const Options& options, const BenchSubject& subject,
+std::vector<std::string> schemes_of(const BenchCommand& options, const BenchSubject& subject,
                                     const std::string& experts) {
   if (options.schemes.empty()) return {name(subject.model.scheme)};
   if (options.schemes != kAllSchemes) return options.schemes;
@@ -94,7 +94,7 @@ std::vector<std::string> schemes_of(const Options& options, const BenchSubject& 
 
 /// What several draws of the largest number of tokens give, kept in a file and then replayed, so
 /// that the file is all that this run and other programs need to know.
-RecordedRouting drawn_routing(const Options& options, const std::vector<std::int64_t>& tokens,
+RecordedRouting drawn_routing(const BenchCommand& options, const std::vector<std::int64_t>& tokens,
                               const RouterConfig& router, testing::RoutingSkew skew) {
   constexpr std::int64_t kDraws = 6;
   const std::int64_t rows = kDraws * *std::max_element(tokens.begin(), tokens.end());
@@ -106,7 +106,7 @@ RecordedRouting drawn_routing(const Options& options, const std::vector<std::int
   return routing;
 }
 
-bool run_scheme(const Options& options, const BenchSubject& subject, const std::string& scheme,
+bool run_scheme(const BenchCommand& options, const BenchSubject& subject, const std::string& scheme,
                 const std::string& experts, std::vector<ReportRow>& rows) {
   BenchOptions bench_options;
   bench_options.model = subject.model;
@@ -167,7 +167,7 @@ bool run_scheme(const Options& options, const BenchSubject& subject, const std::
 }
 
 /// Throws Error for an option that says nothing to ranks.
-void check_on_ranks(const Options& options) {
+void check_on_ranks(const BenchCommand& options) {
   const char* const of_ids = "each rank draws ids of its own";
   const char* const of_output = "ranks print a table of their own, or JSON";
   const bool schemes = options.schemes.size() > 1 || options.schemes == kAllSchemes;
@@ -194,7 +194,7 @@ void check_on_ranks(const Options& options) {
 }
 
 /// The way of the rows, and whole steps: a table for each model.
-void run_ranks(const Options& options) {
+void run_ranks(const BenchCommand& options) {
   if (options.threads == 0 && !launched()) {
     set_num_threads(std::max(1, num_threads() / options.ranks.num_ranks()));
   }
@@ -223,7 +223,7 @@ void print_columns() {
   for (const auto& [name, meaning] : column_meanings()) fmt::print("{:<14}{}\n", name, meaning);
 }
 
-void run(const Options& options) {
+void run(const BenchCommand& options) {
   if (options.columns) return print_columns();
   if (options.threads > 0) set_num_threads(options.threads);
   const bool on_ranks = options.ranks.num_ranks() > 1;
@@ -285,12 +285,12 @@ void run(const Options& options) {
 }  // namespace
 
 void add_bench(Program& program) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<BenchCommand>();
   Command command = program.add_command("bench",
                                         "Time the experts of a model's MoE layer; on several ranks "
                                         "dispatch, combine and whole steps");
   Command subject = options->subjects.add_to(command);
-  subject.add_flag("--columns", options->columns, "Say what the columns of the table mean");
+  subject.add_flag("--columns", options->columns, "Say what the columns of the table mean").alone();
   command
       .add_option(
           "--scheme", options->schemes,
@@ -344,11 +344,11 @@ void add_bench(Program& program) {
   Command format = command.add_group(0, 1);
   format.add_flag("--wide", options->wide,
                   "Print all columns, also those that the terminal is too narrow for");
-  const Option json = format.add_flag("--json", options->json, "Print JSON, which has all columns");
+  const Option json =
+      format.add_flag("--json", options->json, "Print JSON, which has all columns and the load");
   const Option csv = format.add_flag("--csv", options->csv, "Print CSV, which has all columns");
   format.add_flag("--md", options->markdown, "Print Markdown, which has all columns");
   command.add_flag("--load", options->load, "Print the load of the experts below the table")
-      .excludes(json)
       .excludes(csv);
   command.add_flag("--heat-map", options->heat_map, "Print it as shades")
       .excludes(json)

@@ -12,44 +12,37 @@
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/version.h"
+#include "sources.h"
 #include "support.h"
 
 namespace fusedmoe::cli {
 namespace {
 
-struct Options {
-  std::string family;
-  std::string checkpoint, model, input;
-  std::string input_name = "hidden_states";
-  std::int64_t layer = -1, tokens = 64, max_experts = 8;
-  std::uint64_t seed = 0;
+struct CompareOptions {
+  LayerSource source;
+  InputSource input;
+  std::int64_t max_experts = 8;
   std::vector<std::string> schemes;
   std::string dtype = "bf16", experts;
   int threads = 0, repeat = 5;
   bool json = false;
 };
 
-LayerWeights load_layer(const Options& options) {
-  if (!options.model.empty()) {
-    return random_layer(parse_model_config(model_preset(options.model)), options.max_experts,
-                        options.seed);
+LayerWeights load_layer(const CompareOptions& options) {
+  const LayerSource& source = options.source;
+  if (!source.model.empty()) {
+    return random_layer(parse_model_config(model_preset(source.model)), options.max_experts,
+                        options.input.seed);
   }
-  const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
-  const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.checkpoint);
-  return first_experts(checkpoint.load_layer(chosen_layer(options.layer, layers)),
+  const Checkpoint checkpoint = open_checkpoint(source.checkpoint, source.family);
+  const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, source.checkpoint);
+  return first_experts(checkpoint.load_layer(chosen_layer(source.layer, layers)),
                        options.max_experts);
 }
 
 /// Hidden states in f32, holding values that `dtype` has.
-Tensor load_input(const Options& options, std::int64_t hidden, DType dtype) {
-  Tensor x;
-  if (options.input.empty()) {
-    x = random_hidden_states(options.tokens, hidden, dtype, options.seed);
-  } else {
-    const Tensor stored = load_tensor(options.input, options.input_name, hidden);
-    x = Tensor::empty(stored.shape(), dtype);
-    convert(stored, x);
-  }
+Tensor load_input(const CompareOptions& options, std::int64_t hidden, DType dtype) {
+  const Tensor x = options.input.load(hidden, dtype);
   if (x.size(0) == 0) throw Error::invalid("--input", "--input holds no tokens");
   Tensor wide = Tensor::empty(x.shape(), DType::kF32);
   convert(x, wide);
@@ -68,7 +61,7 @@ void print_table(const std::vector<SchemeError>& rows) {
   }
 }
 
-void print_json(const Options& options, const LayerWeights& layer, std::int64_t num_tokens,
+void print_json(const CompareOptions& options, const LayerWeights& layer, std::int64_t num_tokens,
                 const std::vector<SchemeError>& rows) {
   nlohmann::ordered_json all = nlohmann::ordered_json::array();
   for (const SchemeError& row : rows) {
@@ -84,7 +77,7 @@ void print_json(const Options& options, const LayerWeights& layer, std::int64_t 
   }
   const nlohmann::ordered_json object{
       {"version", FUSEDMOE_VERSION},
-      {"layer", options.model.empty() ? options.checkpoint : options.model},
+      {"layer", options.source.model.empty() ? options.source.checkpoint : options.source.model},
       {"num_tokens", num_tokens},
       {"num_experts", layer.experts.num_experts()},
       {"topk", layer.router.topk},
@@ -96,14 +89,14 @@ void print_json(const Options& options, const LayerWeights& layer, std::int64_t 
 }
 
 /// Those asked for, or all that are served.
-std::vector<std::string> schemes_of(const Options& options) {
+std::vector<std::string> schemes_of(const CompareOptions& options) {
   if (options.schemes != std::vector<std::string>{"all"}) return options.schemes;
   std::vector<std::string> names;
   for (const NamedScheme& entry : named_schemes()) names.push_back(entry.name);
   return names;
 }
 
-void run(const Options& options) {
+void run(const CompareOptions& options) {
   const DType dtype = parse_float_dtype(options.dtype);
   check_experts_name(options.experts);
   set_num_threads(options.threads);
@@ -138,41 +131,19 @@ void run(const Options& options) {
 }  // namespace
 
 void add_compare(Program& program) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<CompareOptions>();
   Command command = program.add_command(
       "compare", "Quantize one layer to several schemes and show their errors against f32");
-  Command source = command.add_group(1, 1);
-  source.add_option("--checkpoint", options->checkpoint, "Directory or safetensors file")
-      .kind("PATH");
-  const Option model =
-      source.add_option("--model", options->model, "Random weights of a model by name")
-          .kind("MODEL")
-          .one_of(model_preset_names());
+  options->source.add_to(command, "Random weights of a model by name");
   command.add_option("--schemes", options->schemes, "Schemes to compare, or all")
       .kind("SCHEME")
       .list()
       .required();
-  add_family_option(command, options->family).excludes(model);
-  command
-      .add_option("--layer", options->layer, "Number of the layer; default: the first with experts")
-      .not_negative()
-      .excludes(model);
   command.add_option("--max-experts", options->max_experts, "Take so many experts; 0: all")
       .not_negative()
       .show_default();
-  const Option input =
-      command
-          .add_option("--input", options->input,
-                      "Safetensors file with the hidden states; default: random ones")
-          .kind("PATH");
-  command.add_option("--input-name", options->input_name, "Name of the tensor in that file")
-      .show_default()
-      .needs(input);
-  command.add_option("--tokens", options->tokens, "Number of random hidden states")
-      .between(std::int64_t{1}, std::int64_t{1} << 20)
-      .show_default()
-      .excludes(input);
-  command.add_option("--seed", options->seed, "Seed of the random weights and hidden states")
+  options->input.add_to(command, 1);
+  command.add_option("--seed", options->input.seed, "Seed of the random weights and hidden states")
       .show_default();
   command.add_option("--dtype", options->dtype, "Of hidden states and output")
       .kind("DTYPE")

@@ -20,7 +20,7 @@
 namespace fusedmoe::cli {
 namespace {
 
-struct Options {
+struct TuneOptions {
   BenchSubjects subjects;
   std::string scheme, experts, output;
   std::vector<std::int64_t> tokens;
@@ -86,7 +86,7 @@ void check_has_kernel_configs(const Selection& selection) {
                                                 selection.experts->name()));
 }
 
-void tune(const Options& options, const BenchSubject& subject, const std::string& path,
+void tune(const TuneOptions& options, const BenchSubject& subject, const std::string& path,
           TunedConfigs& configs) {
   BenchOptions bench_options;
   bench_options.model = subject.model;
@@ -124,7 +124,7 @@ void tune(const Options& options, const BenchSubject& subject, const std::string
   }
 }
 
-void run(const Options& options) {
+void run(const TuneOptions& options) {
   check_experts_name(options.experts);
   const std::string path = options.output.empty() ? tuned_configs_path().string() : options.output;
   if (path.empty()) {
@@ -140,7 +140,7 @@ void run(const Options& options) {
 }  // namespace
 
 void add_tune(Program& program) {
-  auto options = std::make_shared<Options>();
+  auto options = std::make_shared<TuneOptions>();
   for (std::int64_t tokens = 1; tokens <= 8192; tokens *= 2) options->tokens.push_back(tokens);
   Command command = program.add_command(
       "tune", "Measure the kernel configurations of a model's experts and keep the fastest");

@@ -26,17 +26,6 @@
 namespace fusedmoe::cli {
 namespace {
 
-/// The hidden states of --input, or random ones, as `dtype`.
-Tensor load_hidden_states(const RunOptions& options, std::int64_t hidden, DType dtype) {
-  if (options.input.empty()) {
-    return random_hidden_states(options.num_tokens, hidden, dtype, options.seed);
-  }
-  const Tensor stored = load_tensor(options.input, options.input_name, hidden);
-  Tensor x = Tensor::empty(stored.shape(), dtype);
-  convert(stored, x);
-  return x;
-}
-
 /// Files that are written replace files of that name: none may be one that the program reads.
 void check_output(const RunOptions& options, const Checkpoint& checkpoint, const char* option,
                   const std::string& path) {
@@ -47,7 +36,7 @@ void check_output(const RunOptions& options, const Checkpoint& checkpoint, const
       throw Error::invalid(option, fmt::format("{} {} is {}: name another", option, path, what));
     }
   };
-  check_other(options.input, "the file of --input");
+  check_other(options.input.path, "the file of --input");
   check_other(options.replay_routing, "the file of --replay-routing");
   check_other(options.plan, "the file of --plan");
   for (const std::string& file : checkpoint.files()) check_other(file, "a file of the checkpoint");
@@ -136,7 +125,7 @@ void run(const RunOptions& options) {
   const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, options.checkpoint);
   const std::int64_t index = chosen_layer(options.layer, layers);
   const ModelConfig model = checkpoint.config(index);
-  const Tensor x = load_hidden_states(options, model.hidden, dtype);
+  const Tensor x = options.input.load(model.hidden, dtype);
   LayerWeights weights;
   RunResults results;
   if (options.ranks.num_ranks() > 1) {
@@ -184,22 +173,9 @@ void add_run(Program& program) {
                   "Quantize activations by other rules (mxfp4:ocp, mxfp4:even); default: as "
                   "published")
       .kind("SCHEME");
-  command
-      .add_option("--layer", options->layer, "Number of the layer; default: the first with experts")
-      .not_negative();
-  const Option input =
-      command
-          .add_option("--input", options->input,
-                      "Safetensors file with the hidden states; default: random ones")
-          .kind("PATH");
-  command.add_option("--input-name", options->input_name, "Name of the tensor in that file")
-      .show_default()
-      .needs(input);
-  command.add_option("--tokens", options->num_tokens, "Number of random hidden states")
-      .between(0, std::int64_t{1} << 20)
-      .show_default()
-      .excludes(input);
-  command.add_option("--seed", options->seed, "Seed of the random hidden states")
+  add_layer_option(command, options->layer);
+  const Option input = options->input.add_to(command, 0);
+  command.add_option("--seed", options->input.seed, "Seed of the random hidden states")
       .show_default()
       .excludes(input);
   command
@@ -252,10 +228,14 @@ void add_run(Program& program) {
                   "Take ids and weights from such a file instead of the router")
       .kind("PATH");
   command.add_flag("--load", options->load, "Print the load of the experts as a table");
-  command.add_flag("--load-chart", options->load_chart, "Print the tokens per expert as bars");
-  command.add_flag("--heat-map", options->heat_map, "Print the tokens per expert as shades");
+  const Option chart =
+      command.add_flag("--load-chart", options->load_chart, "Print the tokens per expert as bars");
+  const Option heat_map =
+      command.add_flag("--heat-map", options->heat_map, "Print the tokens per expert as shades");
   add_force_option(command, options->force);
-  command.add_flag("--json", options->json, "Print one JSON object instead of text");
+  command.add_flag("--json", options->json, "Print one JSON object instead of text")
+      .excludes(chart)
+      .excludes(heat_map);
   command.example("fusedmoe run --checkpoint gpt-oss-20b --tokens 64 --check 4");
   command.example(
       "fusedmoe run --checkpoint gpt-oss-20b --input x.safetensors --output y.safetensors");

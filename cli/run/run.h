@@ -9,6 +9,7 @@
 #include "fusedmoe/layer.h"
 #include "load.h"
 #include "ranks.h"
+#include "sources.h"
 
 namespace fusedmoe {
 class Checkpoint;
@@ -18,16 +19,14 @@ namespace fusedmoe::cli {
 
 struct RunOptions {
   std::string family, scheme;
-  std::string checkpoint, input, output;
-  std::string input_name = "hidden_states";
+  std::string checkpoint, output;
+  InputSource input;
   std::string device = "cpu";
   std::string experts;
   std::string dtype = "bf16";
   std::int64_t layer = -1;
   int threads = 0;
   int repeat = 1;
-  std::int64_t num_tokens = 64;
-  std::uint64_t seed = 0;
   std::int64_t check_rows = 0;
   std::int64_t max_workspace_mib = 0;
   std::string plan, record_routing, replay_routing;

@@ -352,9 +352,12 @@ case $situation in
     wrong '^error: --checkpoint is required$' run
     wrong '^error: one of --model, --config is required$' synth --out x
     wrong '^error: --json and --csv cannot be used together$' bench --shape 1x1x1x1 --json --csv
+    # What would have no effect.
     wrong '^error: --csv cannot be used with --load$' bench --shape 1x1x1x1 --csv --load
-    wrong '^error: --json cannot be used with --heat-map$' bench --shape 1x1x1x1 --json --heat-map
-    refuses '^error: --matrix cannot be used with --ep' explain --matrix --ep 4
+    wrong '^error: --(heat-map|json) cannot be used with --' bench --shape 1x1x1x1 --json --heat-map
+    wrong '^error: --(heat-map|json) cannot be used with --' run --checkpoint x --json --heat-map
+    wrong '^error: --ep cannot be used with --matrix$' explain --matrix --ep 8
+    wrong '^error: --tokens cannot be used with --columns$' bench --columns --tokens 3
     wrong '^error: --input cannot be used with --tokens$' run --checkpoint x --input y --tokens 3
     wrong '^error: --input-name requires --input$' run --checkpoint x --input-name foo
     wrong '^error: --dispatch-dtype needs several ranks' run --checkpoint x --dispatch-dtype e4m3
