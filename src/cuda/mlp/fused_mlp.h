@@ -35,9 +35,8 @@ struct GemmParams {
   /// With promoted accumulators: scales of weights by (experts, row_blocks, k_blocks, 8), one for
   /// each slice of 8 rows; or null. 16-byte aligned, as token_scales.
   const float* block_scales = nullptr;
-  /// Whether in every two row blocks, from an even one on, all even slices have one scale and all
-  /// odd ones another. Where gate and up alternate, the even ones are gate's. True without block
-  /// scales.
+  /// True if a K block of a tile of 128 rows has just two weight scales: one for its even slices of
+  /// 8 rows (gate's, where gate and up alternate), one for the odd. True without block scales.
   bool two_scales_a_tile = true;
   /// Of `activations`: (rows), or with groups (k_blocks, token_scale_pitch); or null.
   const float* token_scales = nullptr;

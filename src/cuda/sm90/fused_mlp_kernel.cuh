@@ -44,9 +44,8 @@ __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const 
                                                  int rank) {
   StageState<K> stage;
   TileState<K> slot;
-  // Where a launch has one GEMM, no tile waits for another. So each block owns a first tile, and
-  // streams its weights before the counters are there. (With two GEMMs, owners could lock up: see
-  // above.)
+  // A launch of one GEMM cannot deadlock, as no tile waits for another. So block i starts with tile
+  // i and streams its weights before the counters are there. A launch of both draws every tile.
   const bool owns_first = p.num_gemms == 1;
   const int num_owned = owns_first ? static_cast<int>(gridDim.x) / K::kCluster : 0;
   const auto draw = [&] { return rank == 0 ? num_owned + atomicAdd(p.counters, 1) : 0; };
