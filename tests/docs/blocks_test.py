@@ -3,12 +3,13 @@ that is what it prints.
 
 usage: blocks_test.py PAGE FOLDER BUILD [CPP_PROGRAM]
 
-A block with a title is a file. Other sh blocks run in bash and Python blocks with python3; for a C++ block without
-title CPP_PROGRAM runs, which the build has made of it. Other blocks (cmake) belong to other tests. What a reader has to
-begin with is there: the program on the PATH; a wheel in dist/, made of what BUILD holds; fusedmoe/build, which is
+A block with a title is a file. Other sh blocks run in bash and Python blocks with python3, unless they import a package
+that is not here; for a C++ block without title CPP_PROGRAM runs, which the build has made of it. Other blocks (cmake)
+belong to other tests. What a reader has to begin with is there: the program on the PATH; a wheel in dist/, made of what BUILD holds; fusedmoe/build, which is
 BUILD. Numbers and the level of instructions depend on the machine, so any number stands for every other.
 """
 
+import importlib.util
 import os
 import pathlib
 import re
@@ -70,7 +71,9 @@ for (language, title, block), (next_language, _, expected) in zip(blocks, [*bloc
         (folder / title).write_text(block)
         continue
     command = commands_of(language, block)
-    if not command or ("venv" in block and not HAVE_VENV):
+    imports = re.findall(r"^import (\w+)", block, re.MULTILINE) if language == "python" else []
+    missing = any(name != "fusedmoe" and not importlib.util.find_spec(name) for name in imports)
+    if not command or missing or ("venv" in block and not HAVE_VENV):
         continue
     print(f"--- {language}\n{block}", flush=True)
     result = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, text=True, check=True)
