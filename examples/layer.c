@@ -1,6 +1,6 @@
 /* The C interface: what would run, a layer of a published checkpoint, and a forward that allocates
  * nothing. Usage: layer_c CHECKPOINT */
-#include <fusedmoe.h>
+#include <fusedmoe_selection.h>
 #include <stdio.h>
 #include <stdlib.h>
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The C interface, include/fusedmoe.h with fusedmoe_quant.h and fusedmoe_ranks.h:
+# The C interface, include/fusedmoe.h and fusedmoe_*.h:
 #
 #   scripts/check-c-abi.sh build/src/libfusedmoe_c.so    checks it
 #   scripts/check-c-abi.sh --update                      writes tests/capi/fusedmoe.abi again
@@ -12,8 +12,8 @@ cd "$(dirname "$0")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-"${CC:-cc}" -std=c11 -E -P -Iinclude -include fusedmoe_quant.h include/fusedmoe_ranks.h \
-  >"$work/header.c"
+"${CC:-cc}" -std=c11 -E -P -Iinclude -include fusedmoe_quant.h -include fusedmoe_ranks.h \
+  include/fusedmoe_selection.h >"$work/header.c"
 # Every declaration of a function becomes its definition.
 tr '\n' ' ' <"$work/header.c" |
   sed -E 's/(__attribute__\(\(visibility\("default"\)\)\)[^;]*\)) *;/\1 { __builtin_trap(); }\n/g' \

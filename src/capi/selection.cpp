@@ -7,6 +7,7 @@
 
 #include "capi/checkpoint.h"
 #include "capi/convert.h"
+#include "fusedmoe_selection.h"
 
 struct fusedmoe_selection {
   explicit fusedmoe_selection(fusedmoe::Selection found)

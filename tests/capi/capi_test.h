@@ -11,6 +11,7 @@
 #include "fusedmoe/tensor.h"
 #include "fusedmoe_quant.h"
 #include "fusedmoe_ranks.h"
+#include "fusedmoe_selection.h"
 
 namespace fusedmoe::testing {
 

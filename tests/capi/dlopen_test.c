@@ -1,7 +1,7 @@
 /* The C library as a plugin: loaded by name at run time, by a program that links nothing of it.
  * Usage: dlopen_test LIBRARY */
 #include <dlfcn.h>
-#include <fusedmoe.h>
+#include <fusedmoe_selection.h>
 #include <stdio.h>
 #include <string.h>
 

@@ -1,4 +1,4 @@
-#include <fusedmoe.h>
+#include <fusedmoe_selection.h>
 #include <stdio.h>
 
 int main(void) {
