@@ -263,7 +263,8 @@ class Changes {
 
 }  // namespace
 
-std::string cause_of_misfits(const ModelConfig& model, const Block& block, std::size_t misfits) {
+std::string cause_of_misfits(const ModelConfig& model, const Block& block, std::size_t misfits,
+                             CountMisfits count_misfits) {
   constexpr int kMostKeys = 3;
   constexpr std::size_t kTensorsOfAnExpert = 12;  // about: four parts of three matrices
   // Tensors to look at in all tries together: a second or two.

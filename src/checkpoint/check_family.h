@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "checkpoint/family.h"
+#include "checkpoint/family_row.h"
 
 namespace fusedmoe::checkpoint {
 

@@ -5,6 +5,7 @@
 #include "checkpoint/opened_checkpoint.h"
 #include "checkpoint/problems.h"
 #include "core/check.h"
+#include "moe/placement.h"
 
 namespace fusedmoe {
 
@@ -104,12 +105,7 @@ LayerWeights Checkpoint::load_layer(std::int64_t layer, const ParallelConfig& pa
   if (parallel.ep_size == 1) {
     weights = checkpoint::load_block(model, block, label);
   } else {
-    const ExpertPlacement all =
-        placement.value_or(ExpertPlacement::linear(num_experts, parallel.ep_size));
-    FUSEDMOE_CHECK(all.num_experts() == num_experts && all.num_ranks() == parallel.ep_size,
-                   "placement",
-                   core::format("{} experts on {} ranks", all.num_experts(), all.num_ranks()),
-                   core::format("{} experts on {} ranks", num_experts, parallel.ep_size));
+    const ExpertPlacement all = core::placement_of(placement, num_experts, parallel.ep_size);
     std::vector<std::int32_t> experts = all.local_experts(parallel.ep_rank);
     if (experts.empty()) experts.push_back(0);  // as local_weights() has it
     weights = checkpoint::load_block(model, block, label, experts);

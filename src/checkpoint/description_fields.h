@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "checkpoint/family.h"
+#include "checkpoint/family_row.h"
 #include "core/check.h"
 
 namespace fusedmoe::checkpoint {

@@ -24,6 +24,10 @@ namespace {
 
 constexpr std::size_t kNothingFits = std::numeric_limits<std::size_t>::max();
 
+/// The tensors that the checks of a loader would list; what they throw at once counts as more than
+/// any number.
+std::size_t misfits_of(const ModelConfig& model, const Block& block);
+
 class Loader {
  public:
   Loader(const ModelConfig& model, const Block& block,
@@ -46,7 +50,7 @@ class Loader {
   LayerSchemes check(const std::string& label) {
     check_served(model_, layout_, block_, label);
     if (const std::size_t misfits = count_misfits(); misfits > 0) {
-      const std::string cause = cause_of_misfits(model_, block_, misfits);
+      const std::string cause = cause_of_misfits(model_, block_, misfits, misfits_of);
       if (misfits == kNothingFits) throw Error::io(label, refusal(label, cause));
       report(label, cause);
     }
@@ -422,6 +426,14 @@ auto within(const std::string& label, Function&& function) {
   }
 }
 
+std::size_t misfits_of(const ModelConfig& model, const Block& block) {
+  try {
+    return Loader(model, block).count_misfits();
+  } catch (const Error&) {
+    return kNothingFits;
+  }
+}
+
 }  // namespace
 
 LayerWeights load_block(const ModelConfig& model, const Block& block, const std::string& label,
@@ -431,14 +443,6 @@ LayerWeights load_block(const ModelConfig& model, const Block& block, const std:
 
 LayerSchemes check_block(const ModelConfig& model, const Block& block, const std::string& label) {
   return within(label, [&] { return Loader(model, block).check(label); });
-}
-
-std::size_t count_misfits(const ModelConfig& model, const Block& block) {
-  try {
-    return Loader(model, block).count_misfits();
-  } catch (const Error&) {
-    return kNothingFits;
-  }
 }
 
 std::vector<UncalibratedScale> uncalibrated_scales(const ModelConfig& model, const Block& block,

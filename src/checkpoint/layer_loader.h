@@ -24,8 +24,5 @@ std::vector<UncalibratedScale> uncalibrated_scales(const ModelConfig& model, con
 using LayerSchemes = Checkpoint::LayerSchemes;
 /// The checks of load_block that names, shapes and dtypes are enough for; reads no contents.
 LayerSchemes check_block(const ModelConfig& model, const Block& block, const std::string& label);
-/// The tensors that these checks would list; what they throw at once counts as more than any
-/// number.
-std::size_t count_misfits(const ModelConfig& model, const Block& block);
 
 }  // namespace fusedmoe::checkpoint

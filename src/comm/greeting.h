@@ -7,7 +7,7 @@
 #include <list>
 #include <optional>
 
-#include "comm/address.h"
+#include "comm/connect.h"
 #include "comm/socket.h"
 #include "comm/token.h"
 

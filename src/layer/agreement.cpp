@@ -5,6 +5,7 @@
 
 #include "core/check.h"
 #include "fusedmoe/version.h"
+#include "moe/placement.h"
 
 namespace fusedmoe::layer {
 namespace {
@@ -123,13 +124,8 @@ LayerOptions complete(LayerOptions options) {
 LayerWeights complete(LayerWeights weights, const LayerOptions& options) {
   const ParallelConfig& parallel = options.parallel;
   const std::int64_t num_experts = weights.router.num_experts;
-  const ExpertPlacement placement =
-      options.ranks.placement.value_or(ExpertPlacement::linear(num_experts, parallel.ep_size));
-  FUSEDMOE_CHECK(
-      placement.num_experts() == num_experts && placement.num_ranks() == parallel.ep_size,
-      "options.ranks.placement",
-      core::format("{} experts on {} ranks", placement.num_experts(), placement.num_ranks()),
-      core::format("{} experts on {} ranks", num_experts, parallel.ep_size));
+  const ExpertPlacement placement = core::placement_of(options.ranks.placement, num_experts,
+                                                       parallel.ep_size, "options.ranks.placement");
   if (parallel.ep_size == 1) return weights;
   if (!weights.expert_map && weights.experts.num_experts() == num_experts) {
     return local_weights(

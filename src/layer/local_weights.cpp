@@ -4,6 +4,7 @@
 
 #include "core/check.h"
 #include "fusedmoe/layer.h"
+#include "moe/placement.h"
 #include "quant/weight_layout.h"
 
 namespace fusedmoe {
@@ -125,12 +126,7 @@ LayerWeights local_weights(const LayerWeights& whole, const ParallelConfig& para
                                 parallel.tp_size, parallel.tp_rank));
   }
   if (parallel.ep_size == 1) return local;
-  const ExpertPlacement all =
-      placement.value_or(ExpertPlacement::linear(num_experts, parallel.ep_size));
-  FUSEDMOE_CHECK(all.num_experts() == num_experts && all.num_ranks() == parallel.ep_size,
-                 "placement",
-                 core::format("{} experts on {} ranks", all.num_experts(), all.num_ranks()),
-                 core::format("{} experts on {} ranks", num_experts, parallel.ep_size));
+  const ExpertPlacement all = core::placement_of(placement, num_experts, parallel.ep_size);
   local.experts = pick(whole.experts, all.local_experts(parallel.ep_rank));
   local.expert_map = all.expert_map(parallel.ep_rank);
   return local;

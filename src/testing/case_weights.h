@@ -3,7 +3,8 @@
 
 #include <cstdint>
 
-#include "testing/cases.h"
+#include "testing/case.h"
+#include "testing/random.h"
 
 namespace fusedmoe::testing {
 

@@ -1,7 +1,6 @@
 // The one case generator of tests, benchmarks and the CLI.
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -10,38 +9,10 @@
 #include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/weights.h"
+#include "testing/case.h"
+#include "testing/random.h"
 
 namespace fusedmoe::testing {
-
-/// How tokens spread over experts.
-enum class RoutingSkew {
-  kBalanced,   ///< every token draws topk distinct experts uniformly
-  kZipf,       ///< expert e with weight 1 / (e + 1)
-  kOneExpert,  ///< all tokens on the same topk experts
-  kSparse,     ///< half of the experts get no token
-};
-
-/// One MoE problem, as a named value.
-struct Case {
-  std::string name = {};
-  std::int64_t num_tokens = 7;
-  std::int64_t num_experts = 8;
-  std::int64_t topk = 2;
-  std::int64_t hidden = 64;
-  std::int64_t intermediate = 48;
-  QuantScheme scheme = schemes::unquantized(DType::kBF16);
-  Activation activation = Activation::kSilu;
-  ActivationParams activation_params = {};
-  bool bias = false;
-  RoutingSkew skew = RoutingSkew::kBalanced;
-  bool negative_ids = false;     ///< every fifth slot is -1
-  bool expert_map = false;       ///< every third expert is remote, local ids run backwards
-  bool weight_on_input = false;  ///< topk = 1
-  GateUpLayout gate_up_layout = GateUpLayout::kGateUp;
-  bool transposed = false;  ///< (E, in, out) instead of (E, out, in); not for packed values
-  DType scale_dtype = DType::kBF16;  ///< of int4 and int8 groups, as published checkpoints have it
-  std::uint64_t seed = 0;
-};
 
 /// Awkward ones first: sizes 1, 2880, 360 and primes, 0 tokens, empty experts, all tokens on one
 /// expert, k = 1 and k = E, ids of -1, expert maps. Sizes suit the reference implementation. Ids
@@ -116,18 +87,5 @@ Tensor run_experts(const Problem& problem, const ModularKernel& kernel, const Pa
 /// The same from the beginning: makes the instances and packs the weights.
 Tensor run_variant(const Problem& problem, const Variant& variant, DType dtype, Device device = {},
                    const RunOptions& options = {});
-
-/// Deterministic random numbers, the same on every machine.
-class Random {
- public:
-  explicit Random(std::uint64_t seed);
-  std::uint64_t bits();
-  std::int64_t below(std::int64_t limit);  ///< uniform in [0, limit)
-  double uniform();                        ///< [0, 1)
-  double normal();                         ///< mean 0, variance 1, within +-6
-
- private:
-  std::uint64_t state_;
-};
 
 }  // namespace fusedmoe::testing

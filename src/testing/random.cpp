@@ -1,5 +1,5 @@
 // Random numbers from integer arithmetic alone, so that every machine and library draws the same.
-#include "testing/cases.h"
+#include "testing/random.h"
 
 namespace fusedmoe::testing {
 

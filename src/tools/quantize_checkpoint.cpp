@@ -57,7 +57,9 @@ Tensor one_float(float value) {
 class CheckpointQuantizer {
  public:
   CheckpointQuantizer(checkpoint::OpenedCheckpoint source, const QuantizeCheckpointOptions& options)
-      : source_(std::move(source)), options_(options), model_(target_model(source_, options)) {
+      : source_(std::move(source)),
+        options_(options),
+        model_(target_model(source_, options.scheme, options.layout, options.scale_rule)) {
     FUSEDMOE_CHECK_IO(!source_.layers.empty(), source_.label,
                       core::format("{} has no layers with experts", source_.label));
     for (const auto& [number, block] : source_.layers) add_layer(number, block);

@@ -11,22 +11,22 @@
 
 namespace fusedmoe {
 
-ModelConfig target_model(const checkpoint::OpenedCheckpoint& source,
-                         const QuantizeCheckpointOptions& options) {
+ModelConfig target_model(const checkpoint::OpenedCheckpoint& source, const QuantScheme& scheme,
+                         std::optional<CheckpointLayout> layout, MxScaleRule scale_rule) {
   FUSEDMOE_CHECK_SUPPORTED(!source.files.files.front().gguf, kModel, source.label, "a GGUF file",
                            "safetensors: take the checkpoint it was made from");
   ModelConfig model = source.config;
-  model.scheme = options.scheme;
+  model.scheme = scheme;
   FUSEDMOE_CHECK(model.scheme.weights.quantized(), "scheme", name(model.scheme), "a quantized one");
-  model.layout = options.layout.value_or(checkpoint::usual_layout(model.family, model.scheme));
+  model.layout = layout.value_or(checkpoint::usual_layout(model.family, model.scheme));
   const std::string text = name(model.scheme);
   FUSEDMOE_CHECK(text.find(':') == std::string::npos, "scheme", text,
                  "without a scale rule of the activations, which no layout can store");
-  FUSEDMOE_CHECK(
-      options.scale_rule == MxScaleRule::kOcp || model.scheme.weights.scale == DType::kE8M0,
-      "scale_rule", std::string(name(options.scale_rule)), "ocp, for weights without E8M0 scales");
+  FUSEDMOE_CHECK(scale_rule == MxScaleRule::kOcp || model.scheme.weights.scale == DType::kE8M0,
+                 "scale_rule", std::string(name(scale_rule)),
+                 "ocp, for weights without E8M0 scales");
   const auto config = checkpoint::quantization_config({model.layout, model.scheme}, {});
-  FUSEDMOE_CHECK_SUPPORTED(config || options.layout, kQuantScheme, "scheme", name(model.scheme),
+  FUSEDMOE_CHECK_SUPPORTED(config || layout, kQuantScheme, "scheme", name(model.scheme),
                            "one that is written: only GGUF files hold this one");
   FUSEDMOE_CHECK(config, "layout", std::string(name(model.layout)),
                  core::format("one that can hold {}, such as {}", name(model.scheme),
