@@ -15,16 +15,15 @@
 #include "ranks.h"
 #include "raw_sockets.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::communicator_test {
 
+using testing::Communicators;
 using testing::errors_of_ranks;
 using testing::exchange_numbers;
 using testing::expect_late;
 using testing::kImpatient;
 using testing::kPatient;
 using testing::run_ranks;
-using Communicators = std::vector<std::shared_ptr<Communicator>>;
 
 TEST(CommunicatorTest, RanksOfThreadsExchangeAndGather) {
   for (const int size : {1, 2, 3, 7}) {
@@ -391,5 +390,4 @@ TEST(CommunicatorTest, AProgramEndsAWaitForRanks) {
   set_wait_hook(nullptr);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::communicator_test

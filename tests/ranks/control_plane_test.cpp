@@ -11,17 +11,16 @@
 #include "ranks.h"
 #include "temporary_directory.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::control_plane_test {
 
+using std::chrono::milliseconds;
+using testing::Communicators;
 using testing::errors_of_ranks;
 using testing::exchange_numbers;
 using testing::kImpatient;
 using testing::kPatient;
 using testing::run_ranks;
 using testing::TemporaryDirectory;
-using Communicators = std::vector<std::shared_ptr<Communicator>>;
-using std::chrono::milliseconds;
 
 /// Counts the texts that another plane holds.
 class CountingPlane final : public ControlPlane {
@@ -223,5 +222,4 @@ TEST(DeadlineTest, TcpSaysWhenBytesHaveMoved) {
   });
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::control_plane_test

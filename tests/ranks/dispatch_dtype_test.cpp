@@ -9,8 +9,7 @@
 #include "fusedmoe/tensor.h"
 #include "rank_layers.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::dispatch_dtype_test {
 
 using testing::bitwise_equal;
 using testing::Case;
@@ -243,5 +242,4 @@ TEST(DispatchDtypeTest, ALayerThatCannotSaysWhy) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::dispatch_dtype_test

@@ -4,8 +4,7 @@
 #include <cstdlib>
 #include <numeric>
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::dropping_test {
 
 using testing::bitwise_equal;
 using testing::Dropped;
@@ -171,5 +170,4 @@ TEST(DroppingTest, RanksWithTheSameTokensDropTheSame) {
   EXPECT_TRUE(bitwise_equal(outputs[2].slice(0, 2, 5), Tensor::zeros({3, x.size(1)}, DType::kF32)));
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::dropping_test

@@ -2,8 +2,7 @@
 // compares its output with the family's golden vectors.
 #include "golden_ranks.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::golden_test {
 
 using testing::expect_golden_on_rank;
 using testing::golden_names;
@@ -34,5 +33,4 @@ TEST_P(GoldenRanks, GiveTheVectors) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::golden_test

@@ -14,8 +14,7 @@
 #include "raw_sockets.h"
 #include "variable.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::guard_test {
 
 using testing::errors_of_ranks;
 using testing::exchange_numbers;
@@ -213,5 +212,4 @@ TEST_F(GuardTest, ToSayThatATextIsLongTakesNoMemory) {
 }
 #endif
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::guard_test

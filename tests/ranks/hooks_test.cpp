@@ -6,8 +6,7 @@
 #include "rank_hooks.h"
 #include "rank_layers.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::hooks_test {
 
 using testing::adapters;
 using testing::bitwise_equal;
@@ -140,5 +139,4 @@ TEST(RankHooksTest, ALayerWithHooksOnOneRankIsNoneOnAll) {
   EXPECT_EQ(errors[1], errors[0]);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::hooks_test

@@ -13,9 +13,9 @@
 #include "ranks.h"
 #include "raw_sockets.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::join_test {
 
+using testing::Communicators;
 using testing::errors_of_ranks;
 using testing::exchange_numbers;
 using testing::expect_late;
@@ -27,7 +27,6 @@ using testing::RawListener;
 using testing::RawSocket;
 using testing::run_ranks;
 using testing::token_in;
-using Communicators = std::vector<std::shared_ptr<Communicator>>;
 
 /// An engine's own collective: here that of communicators which exist already.
 auto gather_of(Communicator& engine) {
@@ -352,5 +351,4 @@ TEST(TcpDataTest, ANameThatIsNotKnownYetIsTriedAgain) {
   EXPECT_EQ(errors[0], "rank 0: no memory left") << "which a rank looks for between two tries";
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::join_test

@@ -2,8 +2,7 @@
 #include "dropping_ranks.h"
 #include "fusedmoe/selection.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::kernel_test {
 
 using testing::bitwise_equal;
 using testing::Dropped;
@@ -209,5 +208,4 @@ TEST(RankKernelTest, RouterLogitsAreF32) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::kernel_test

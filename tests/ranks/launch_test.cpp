@@ -6,8 +6,7 @@
 #include "ranks.h"
 #include "variable.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::launch_test {
 
 using testing::errors_of_ranks;
 using testing::Variable;
@@ -113,5 +112,4 @@ TEST_F(LaunchTest, JoiningNeedsAnAddressAndATimeout) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::launch_test

@@ -6,8 +6,7 @@
 #include "fusedmoe/quant.h"
 #include "rank_layers.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::layer_test {
 
 using testing::bitwise_equal;
 using testing::Case;
@@ -362,5 +361,4 @@ TEST(RankLayersTest, ChunksAndCapacities) {
   });
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::layer_test

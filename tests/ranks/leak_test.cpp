@@ -4,9 +4,9 @@
 
 #include "rank_layers.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::leak_test {
 
+using testing::Communicators;
 using testing::errors_of_ranks;
 using testing::expect_no_leaks;
 using testing::forward_exactly;
@@ -16,7 +16,6 @@ using testing::make_hidden_states;
 using testing::make_layer_weights;
 using testing::rank_options;
 using testing::RankCase;
-using Communicators = std::vector<std::shared_ptr<Communicator>>;
 
 constexpr std::int64_t kTokens = 4;
 constexpr int kRanks = 2;
@@ -83,5 +82,4 @@ TEST(LeakTest, JoiningOverTcp) {
   });
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::leak_test

@@ -9,8 +9,7 @@
 #include "golden.h"
 #include "rank_layers.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::loading_test {
 
 using testing::bitwise_equal;
 using testing::forward_exactly;
@@ -74,5 +73,4 @@ TEST(LoadingTest, OtherRanksBytesAreNeverRead) {
   std::filesystem::remove(path);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::loading_test

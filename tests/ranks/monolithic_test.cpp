@@ -4,8 +4,7 @@
 #include "fusedmoe/quant.h"
 #include "rank_layers.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::monolithic_test {
 
 using testing::bitwise_equal;
 using testing::Case;
@@ -205,5 +204,4 @@ TEST(MonolithicTest, WhatCannotBeIsRefused) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::monolithic_test

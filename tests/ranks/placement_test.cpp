@@ -6,8 +6,7 @@
 #include "fusedmoe/comm.h"
 #include "fusedmoe/error.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::placement_test {
 
 using Combine = ParallelConfig::Combine;
 using Ranks = std::vector<int>;
@@ -125,5 +124,4 @@ TEST(ExpertPlacementTest, JsonGoesThereAndBack) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::placement_test

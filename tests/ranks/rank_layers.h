@@ -28,6 +28,11 @@ inline std::string name_of(const ::testing::TestParamInfo<Way>& info) {
   return std::string(info.param.transport) + (info.param.lend ? "_lending" : "_messages");
 }
 
+/// Six experts, which three ranks share evenly.
+inline LayerWeights small_weights() {
+  return make_layer_weights({Case{.num_experts = 6}});
+}
+
 /// How a layer runs on ranks.
 struct RankCase {
   int size = 2;

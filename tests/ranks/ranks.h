@@ -19,6 +19,9 @@
 
 namespace fusedmoe::testing {
 
+/// Element r is rank r's.
+using Communicators = std::vector<std::shared_ptr<Communicator>>;
+
 /// Long enough for a loaded machine, where nothing goes wrong.
 inline constexpr std::chrono::milliseconds kPatient{60000};
 /// Where a rank waits for what never comes.
@@ -153,12 +156,12 @@ class Sequences final : public DataPlane {
 
 /// Ranks that are threads, which lend each other their memory or send messages; `cut`: these are
 /// sequences.
-inline std::vector<std::shared_ptr<Communicator>> make_communicators(
-    int size, bool lend, const CommunicatorOptions& options, bool cut = false) {
+inline Communicators make_communicators(int size, bool lend, const CommunicatorOptions& options,
+                                        bool cut = false) {
   if (lend) return make_thread_communicators(size, options);
   const auto control = make_thread_control_plane();
   const auto planes = make_thread_data_planes(size);
-  std::vector<std::shared_ptr<Communicator>> result(planes.size());
+  Communicators result(planes.size());
   const auto errors = errors_of_ranks(size, [&](int rank) {
     std::shared_ptr<DataPlane> plane = std::make_shared<MessagesOnly>(planes[rank]);
     if (cut) plane = std::make_shared<Sequences>(size, std::move(plane));

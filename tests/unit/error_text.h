@@ -27,6 +27,10 @@ std::string argument_of(Function&& function) {
   return "no error";
 }
 
+inline bool has(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
 inline std::size_t occurrences(const std::string& text, const std::string& part) {
   std::size_t count = 0;
   for (std::size_t p = text.find(part); p != std::string::npos; p = text.find(part, p + 1)) ++count;
