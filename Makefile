@@ -1,6 +1,6 @@
 # Thin names for the commands that people and CI run; the build itself is CMake's.
 JOBS ?= $(shell nproc)
-CONFIGURE = cmake -Wno-dev --log-level=WARNING
+CONFIGURE = cmake -Wno-dev --log-level=WARNING -DCMAKE_UNITY_BUILD=ON
 
 PYTHON ?= python3
 
@@ -39,7 +39,7 @@ check-clang: install-deps
 	ctest --preset clang -j $(JOBS) $(CTEST_FLAGS)
 
 check-tidy: install-deps
-	$(CONFIGURE) --preset tidy
+	$(CONFIGURE) --preset tidy -DCMAKE_UNITY_BUILD=OFF
 	cmake --build --preset tidy -j $(JOBS) -- -k 0
 
 # The executor, and random layers, under ThreadSanitizer.

@@ -63,9 +63,8 @@ Command LayerSource::add_to(Command& command, const std::string& model_help,
                             const std::string& layer_help) {
   Command group = command.add_group(1, 1);
   group.add_option("--checkpoint", checkpoint, "Checkpoint directory or file").kind("PATH");
-  const Option named = group.add_option("--model", model, model_help)
-                           .kind("MODEL")
-                           .one_of(model_preset_names());
+  const Option named =
+      group.add_option("--model", model, model_help).kind("MODEL").one_of(model_preset_names());
   add_family_option(command, family).excludes(named);
   add_layer_option(command, layer, layer_help).excludes(named);
   return group;

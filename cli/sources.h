@@ -34,8 +34,9 @@ struct LayerSource {
 
   /// Returns the group of --checkpoint and --model, of which one must be given.
   Command add_to(Command& command, const std::string& model_help,
-                 const std::string& layer_help = "Number of the layer; default: the first with "
-                                                 "experts");
+                 const std::string& layer_help =
+                     "Number of the layer; default: the first with "
+                     "experts");
 };
 
 /// The hidden states of --input and --input-name, or --tokens random ones of --seed.

@@ -13,8 +13,6 @@
 namespace fusedmoe::checkpoint {
 namespace {
 
-constexpr const char* kE8M0 = "torch.uint8";  // how E8M0 scales are stored
-
 /// Arguments of one operand.
 struct Args {
   std::int64_t num_bits = 0;
@@ -56,7 +54,7 @@ Args read_args(const ConfigKeys& keys) {
   const char* strategy = args.group > 0 ? "group" : keys.find("group_size") ? "channel" : "tensor";
   args.strategy = keys.string("strategy", strategy);
   args.symmetric = keys.boolean("symmetric", true);
-  args.e8m0_scale = keys.string("scale_dtype", "") == kE8M0;
+  args.e8m0_scale = keys.string("scale_dtype", "") == kE8M0Scales;
   // true, false, or "local": block scales dynamic, the global scale not (NVFP4).
   const nlohmann::json* dynamic = keys.find("dynamic");
   args.dynamic = dynamic && *dynamic == "local" ? true : keys.boolean("dynamic", false);
@@ -128,13 +126,13 @@ std::optional<QuantKey> activations(const Args& args) {
   return std::nullopt;
 }
 
-constexpr auto kKnown = std::to_array<std::string_view>(
+constexpr auto kCompressedTensorsKeys = std::to_array<std::string_view>(
     {"quant_method", "config_groups", "format", "ignore", "transform_config", "sparsity_config",
      // Of attention, for information, and who wrote the file.
      "kv_cache_scheme", "quantization_status", "global_compression_ratio", "run_compressed",
      "version", "producer", "provider", "autoround_version"});
 
-constexpr auto kOfGroup = std::to_array<std::string_view>(
+constexpr auto kCompressedTensorsGroup = std::to_array<std::string_view>(
     {"targets", "weights", "input_activations", "output_activations", "format"});
 
 constexpr auto kFormats = std::to_array<std::string_view>(
@@ -143,7 +141,7 @@ constexpr auto kFormats = std::to_array<std::string_view>(
 
 /// The scheme of one group; nothing: it quantizes no weights.
 std::optional<QuantScheme> scheme_of_group(const ConfigKeys& config, const ConfigKeys& group) {
-  group.check_known("a group", {kOfGroup});
+  group.check_known("a group", {kCompressedTensorsGroup});
   const std::optional<ConfigKeys> weights = group.object("weights");
   const std::optional<ConfigKeys> inputs = group.object("input_activations");
   for (const char* key : {"input_activations", "output_activations"}) {
@@ -321,7 +319,7 @@ void check_sparsity(const ConfigKeys& config) {
 }  // namespace
 
 QuantRules parse_compressed_tensors(const ConfigKeys& config, const KeyOrder& order) {
-  config.check_known("a compressed-tensors config", {kKnown});
+  config.check_known("a compressed-tensors config", {kCompressedTensorsKeys});
   check_sparsity(config);
   QuantRules rules;
   rules.layout = CheckpointLayout::kCompressedTensors;

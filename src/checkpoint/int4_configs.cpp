@@ -21,7 +21,7 @@ constexpr auto kOfModel = std::to_array<std::string_view>(
      "modules_to_not_convert", "ignore", "modules_in_block_to_quantize", "block_name_to_quantize",
      "to_quant_block_names", "quant_block_list"});
 
-constexpr auto kOfModule = std::to_array<std::string_view>(
+constexpr auto kInt4Module = std::to_array<std::string_view>(
     {"bits", "w_bit", "group_size", "q_group_size", "sym", "desc_act", "static_groups", "data_type",
      "adapter", "act_bits", "act_data_type", "act_group_size", "act_sym", "act_dynamic"});
 
@@ -164,7 +164,7 @@ ModuleFormat format_of_entry(const nlohmann::json& table, const std::string& key
     const nlohmann::json& value = table.at(key);
     FUSEDMOE_CHECK_FILE(value.is_object(), source, ConfigKeys::text(value), "an object");
     const ConfigKeys own(value, source);
-    own.check_known("a module's settings", {kOfModule, kHarmless});
+    own.check_known("a module's settings", {kInt4Module, kHarmless});
     return scheme_of(own, read_settings(own, base), awq);
   });
 }
@@ -285,7 +285,7 @@ void check_awq(const ConfigKeys& config) {
 
 QuantRules parse(const ConfigKeys& config, const KeyOrder& order, Layout layout) {
   const bool awq = layout == Layout::kAwq;
-  config.check_known(awq ? "an AWQ config" : "a GPTQ config", {kOfModel, kOfModule, kHarmless});
+  config.check_known(awq ? "an AWQ config" : "a GPTQ config", {kOfModel, kInt4Module, kHarmless});
   const std::string words = config.string("pack_dtype", "int32");
   FUSEDMOE_CHECK_SUPPORTED(words == "int32", kQuantScheme, config.label("pack_dtype"),
                            files::quote(words), "int32");

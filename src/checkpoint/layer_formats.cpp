@@ -12,18 +12,14 @@ namespace fusedmoe::checkpoint {
 namespace {
 
 // What models put before the layer's number, in their files or in memory.
-constexpr std::array<std::string_view, 4> kPrefixes{"model.layers.", "language_model.model.layers.",
-                                                    "model.language_model.layers.", "layers."};
+constexpr std::array<std::string_view, 4> kOtherPrefixes{
+    "model.layers.", "language_model.model.layers.", "model.language_model.layers.", "layers."};
 
 /// "3." of "model.layers.3."; the first layer of a file whose names have no prefix.
 std::string layer_number(std::string_view prefix) {
   if (prefix.empty()) return "0.";
   const std::size_t dot = prefix.substr(0, prefix.size() - 1).rfind('.');
   return std::string(prefix.substr(dot == std::string_view::npos ? 0 : dot + 1));
-}
-
-std::string text_of(const ModuleFormat& format) {
-  return format.scheme ? name(*format.scheme) : "not quantized";
 }
 
 Error mixture_of(const std::string& module, const ModuleFormat& format, const std::string& other,
@@ -60,7 +56,8 @@ LayerModules::LayerModules(const QuantRules& rules, const FamilyRow& row, const 
   const int parts = static_cast<int>(patterns(*layout.experts).size());
   int most = names_in_rules(own_);
   std::vector<std::string> prefixes{own_.prefix, row.prefix + number};
-  for (const std::string_view other : kPrefixes) prefixes.push_back(std::string(other) + number);
+  for (const std::string_view other : kOtherPrefixes)
+    prefixes.push_back(std::string(other) + number);
   for (const std::string& other : prefixes) {
     for (const std::string& block : row.blocks) {
       for (const ExpertLayout& experts : row.layouts) {

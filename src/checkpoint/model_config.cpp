@@ -82,7 +82,7 @@ void read_method(const FamilyRow& row, const Settings& settings, ModelConfig& mo
   if (method != "greedy") read_groups(row, settings, model.router);
 }
 
-void read_router(const FamilyRow& row, const Settings& settings, ModelConfig& model) {
+void set_router(const FamilyRow& row, const Settings& settings, ModelConfig& model) {
   RouterConfig& router = model.router;
   router.num_experts = settings.integer(row.num_experts, 1, kMaxExperts);
   router.num_zero_experts =
@@ -133,7 +133,7 @@ Activation activation_of(const FamilyRow& row, const Settings& settings) {
   return activation;
 }
 
-void read_activation(const FamilyRow& row, const Settings& settings, ModelConfig& model) {
+void set_activation(const FamilyRow& row, const Settings& settings, ModelConfig& model) {
   const Activation activation = activation_of(row, settings);
   ActivationParams params;
   const auto parameter = [&](const checkpoint::Setting<float>& setting,
@@ -154,7 +154,7 @@ void read_activation(const FamilyRow& row, const Settings& settings, ModelConfig
        model.shared_activation_params);
 }
 
-void read_shared(const FamilyRow& row, const Settings& settings, ModelConfig& model) {
+void set_shared(const FamilyRow& row, const Settings& settings, ModelConfig& model) {
   if (row.shared.empty()) return;
   const bool as_expert = !settings.given(row.shared_width) && row.shared_width.keys.empty();
   const std::int64_t width =
@@ -237,9 +237,9 @@ ModelConfig ParsedConfig::read(std::optional<std::int64_t> layer) const {
   model.latent = settings.integer(row.latent_width, 0, kMaxWidth, 0);
   model.has_bias = std::any_of(row.layouts.begin(), row.layouts.end(),
                                [](const ExpertLayout& layout) { return !layout.w2_bias.empty(); });
-  read_router(row, settings, model);
-  read_activation(row, settings, model);
-  read_shared(row, settings, model);
+  set_router(row, settings, model);
+  set_activation(row, settings, model);
+  set_shared(row, settings, model);
   model.scheme = plain_;
   model.quantization = quantization_;
   if (quantization_) model.layout = quantization_->layout;

@@ -16,16 +16,16 @@ namespace {
 
 using Names = ModuleRules::Names;
 
-constexpr auto kKnown = std::to_array<std::string_view>(
+constexpr auto kModelOptKeys = std::to_array<std::string_view>(
     {"quant_method", "quantization", "quant_algo", "moe_quant_algo", "group_size", "ignore",
      "exclude_modules", "quantized_layers", "config_groups", "has_zero_point", "pre_quant_scale",
      // Of attention, and who wrote the file.
      "kv_cache_quant_algo", "kv_cache_scheme", "producer", "provider", "version"});
 
-constexpr auto kOfModule = std::to_array<std::string_view>(
+constexpr auto kModelOptModule = std::to_array<std::string_view>(
     {"quant_algo", "group_size", "has_zero_point", "pre_quant_scale"});
 
-constexpr auto kOfGroup = std::to_array<std::string_view>(
+constexpr auto kModelOptGroup = std::to_array<std::string_view>(
     {"targets", "weights", "input_activations", "output_activations", "quant_algo", "group_size"});
 
 constexpr auto kOfOperand = std::to_array<std::string_view>(
@@ -72,7 +72,7 @@ class Groups {
       const std::string label = core::format("{}.{}", groups->path(), files::quote(name));
       FUSEDMOE_CHECK_FILE(value.is_object(), label, ConfigKeys::text(value), "an object");
       const ConfigKeys group(value, label);
-      group.check_known("a group", {kOfGroup});
+      group.check_known("a group", {kModelOptGroup});
       const std::optional<ConfigKeys> weights = group.object("weights");
       if (!weights) continue;
       const std::optional<ConfigKeys> inputs = group.object("input_activations");
@@ -169,7 +169,7 @@ void add_table(const ConfigKeys& config, const Groups& groups, ModuleRules& rule
     const ModuleFormat format = read_format(source, [&, &module = module, &value = value] {
       FUSEDMOE_CHECK_FILE(value.is_object(), source, ConfigKeys::text(value), "an object");
       const ConfigKeys own(value, source);
-      own.check_known("a module's settings", {kOfModule});
+      own.check_known("a module's settings", {kModelOptModule});
       const QuantScheme scheme = groups.apply(scheme_of(own), module);
       weights_only = !scheme.activations;
       return scheme;
@@ -202,8 +202,8 @@ const std::vector<NamedScheme>& modelopt_algorithms() {
 QuantRules parse_modelopt(const ConfigKeys& config) {
   // hf_quant_config.json nests the same keys in `quantization`.
   const ConfigKeys keys = config.object("quantization").value_or(config);
-  config.check_known("a ModelOpt config", {kKnown});
-  keys.check_known("a ModelOpt config", {kKnown});
+  config.check_known("a ModelOpt config", {kModelOptKeys});
+  keys.check_known("a ModelOpt config", {kModelOptKeys});
   const Groups groups(keys);
   QuantRules rules;
   rules.layout = CheckpointLayout::kModelOpt;

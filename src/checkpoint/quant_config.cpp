@@ -63,7 +63,7 @@ QuantRules all_but(const ConfigKeys& config, Layout layout, const QuantScheme& s
   return rules;
 }
 
-constexpr auto kKnown = std::to_array<std::string_view>(
+constexpr auto kFp8Keys = std::to_array<std::string_view>(
     {"quant_method", "modules_to_not_convert", "ignored_layers", "fmt", "activation_scheme",
      "weight_block_size", "scale_fmt", "expert_dtype",
      // What readers do with the weights in memory, other tensors, and who wrote the file.
@@ -84,7 +84,7 @@ QuantRules parse_quantization(const ConfigKeys& config, const KeyOrder& order,
                               std::string_view expert_dtype) {
   const std::string method = config.string("quant_method", "");
   if (method == "mxfp4" || method == "fp8") {
-    config.check_known(core::format("an {} config", method), {kKnown});
+    config.check_known(core::format("an {} config", method), {kFp8Keys});
     return method == "fp8" ? all_but(config, Layout::kFp8, read_fp8(config), expert_dtype)
                            : all_but(config, Layout::kGptOss, schemes::mxfp4_w4a16(), {});
   }

@@ -14,8 +14,6 @@ namespace {
 
 // ---- compressed-tensors
 
-constexpr const char* kE8M0 = "torch.uint8";  // how E8M0 scales are stored
-
 nlohmann::json args_json(const QuantKey& key, bool weights) {
   const bool integer =
       key.value == DType::kI4 || key.value == DType::kU8 || key.value == DType::kI8;
@@ -40,7 +38,7 @@ nlohmann::json args_json(const QuantKey& key, bool weights) {
     args["group_size"] = group.cols;
     if (nvfp4 && key.dynamic) args["dynamic"] = "local";
   }
-  if (key.scale == DType::kE8M0) args["scale_dtype"] = kE8M0;
+  if (key.scale == DType::kE8M0) args["scale_dtype"] = checkpoint::kE8M0Scales;
   return args;
 }
 

@@ -13,6 +13,9 @@
 
 namespace fusedmoe::checkpoint {
 
+/// `scale_dtype` of compressed-tensors where scales are E8M0.
+inline constexpr const char* kE8M0Scales = "torch.uint8";
+
 inline constexpr std::int64_t kMaxGroup = 1 << 16;
 
 /// quant_method compressed-tensors, modelopt, gptq, awq and auto-round. `packing`: what AutoRound

@@ -14,11 +14,11 @@ std::size_t count_segments(std::string_view name) {
   return 1 + static_cast<std::size_t>(std::count(name.begin(), name.end(), '.'));
 }
 
+}  // namespace
+
 std::string text_of(const ModuleFormat& format) {
   return format.scheme ? name(*format.scheme) : "not quantized";
 }
-
-}  // namespace
 
 std::size_t ModuleRules::add_format(ModuleFormat format) {
   formats_.push_back(std::move(format));

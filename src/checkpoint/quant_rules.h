@@ -22,6 +22,8 @@ struct ModuleFormat {
   /// Of a format that nothing here reads: thrown when an expert has it.
   std::optional<Error> refusal{};
 };
+/// "mxfp4_w4a16", or "not quantized".
+std::string text_of(const ModuleFormat& format);
 
 /// An ordered list of rules: names or patterns of modules, and their format. The first one that
 /// fits a module decides.

@@ -244,7 +244,7 @@ void check_places(const Reader& reader, const std::vector<Entry>& entries, std::
                core::format("the {} bytes of the tensors", end));
 }
 
-struct Contents {
+struct GgufContents {
   std::string metadata_json;
   std::map<std::string, GgufTensor, std::less<>> tensors;
 };
@@ -259,8 +259,8 @@ GgufTensor make_tensor(const Entry& entry, const unsigned char* data,
   return {Tensor(TensorView(data, DType::kU8, stored), owner), entry.shape, entry.type};
 }
 
-Contents read(const unsigned char* data, std::size_t size, const std::string& label,
-              const std::shared_ptr<const void>& owner) {
+GgufContents read(const unsigned char* data, std::size_t size, const std::string& label,
+                  const std::shared_ptr<const void>& owner) {
   Reader reader(data, size, label);
   const std::string_view magic(reinterpret_cast<const char*>(reader.take(4)), 4);
   reader.check(magic == kMagic, "begin", quote(magic), "GGUF");
@@ -286,7 +286,7 @@ Contents read(const unsigned char* data, std::size_t size, const std::string& la
   for (std::uint64_t i = 0; i < num_tensors; ++i) entries.push_back(read_entry(reader));
   const std::size_t start = (reader.position() + alignment - 1) / alignment * alignment;
   check_places(reader, entries, start < size ? size - start : 0, alignment);
-  Contents contents;
+  GgufContents contents;
   contents.metadata_json = metadata.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   for (const Entry& entry : entries) {
     const auto [place, is_new] = contents.tensors.emplace(
@@ -300,8 +300,8 @@ Contents read(const unsigned char* data, std::size_t size, const std::string& la
 
 GgufFile GgufFile::open(const std::filesystem::path& path, OpenOptions options) {
   const auto mapping = std::make_shared<const MappedFile>(path);
-  Contents contents = files::read(static_cast<const unsigned char*>(mapping->data()),
-                                  mapping->size(), path.string(), mapping);
+  GgufContents contents = files::read(static_cast<const unsigned char*>(mapping->data()),
+                                      mapping->size(), path.string(), mapping);
   GgufFile file;
   file.file_ = mapping;
   file.access_ = options.access;
@@ -311,7 +311,8 @@ GgufFile GgufFile::open(const std::filesystem::path& path, OpenOptions options) 
 }
 
 GgufFile GgufFile::parse(const void* data, std::size_t size, const std::string& label) {
-  Contents contents = files::read(static_cast<const unsigned char*>(data), size, label, nullptr);
+  GgufContents contents =
+      files::read(static_cast<const unsigned char*>(data), size, label, nullptr);
   GgufFile file;
   file.metadata_json_ = std::move(contents.metadata_json);
   file.tensors_ = std::move(contents.tensors);

@@ -19,14 +19,14 @@ bool aligned(const void* data, DType dtype) {
   return reinterpret_cast<std::uintptr_t>(data) % size == 0;
 }
 
-struct Contents {
+struct SafetensorsContents {
   std::map<std::string, Tensor, std::less<>> tensors;
   std::map<std::string, std::string, std::less<>> metadata;
 };
 
 /// `owner` keeps the bytes alive. Misaligned tensors are copied if `align`.
-Contents read(std::span<const unsigned char> bytes, const std::string& label,
-              const std::shared_ptr<const void>& owner, bool align) {
+SafetensorsContents read(std::span<const unsigned char> bytes, const std::string& label,
+                         const std::shared_ptr<const void>& owner, bool align) {
   const std::size_t size = bytes.size();
   constexpr std::size_t kLengthBytes = 8;
   FUSEDMOE_CHECK_FILE(size >= kLengthBytes, label, core::format("{} bytes", size),
@@ -49,7 +49,7 @@ Contents read(std::span<const unsigned char> bytes, const std::string& label,
   files::Header header = files::parse_header(
       {reinterpret_cast<const char*>(file_bytes + kLengthBytes), header_bytes}, body_bytes, label);
 
-  Contents contents;
+  SafetensorsContents contents;
   contents.metadata = std::move(header.metadata);
   for (files::HeaderEntry& entry : header.tensors) {
     const unsigned char* begin = body + entry.begin;
@@ -71,8 +71,9 @@ Contents read(std::span<const unsigned char> bytes, const std::string& label,
 
 SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path, OpenOptions options) {
   const auto mapping = std::make_shared<const files::MappedFile>(path);
-  Contents contents = read({static_cast<const unsigned char*>(mapping->data()), mapping->size()},
-                           path.string(), mapping, options.access == FileAccess::kMap);
+  SafetensorsContents contents =
+      read({static_cast<const unsigned char*>(mapping->data()), mapping->size()}, path.string(),
+           mapping, options.access == FileAccess::kMap);
   SafetensorsFile file;
   file.file_ = mapping;
   file.access_ = options.access;
@@ -82,7 +83,8 @@ SafetensorsFile SafetensorsFile::open(const std::filesystem::path& path, OpenOpt
 }
 
 SafetensorsFile SafetensorsFile::parse(const void* data, std::size_t size, std::string label) {
-  Contents contents = read({static_cast<const unsigned char*>(data), size}, label, nullptr, true);
+  SafetensorsContents contents =
+      read({static_cast<const unsigned char*>(data), size}, label, nullptr, true);
   SafetensorsFile file;
   file.tensors_ = std::move(contents.tensors);
   file.metadata_ = std::move(contents.metadata);

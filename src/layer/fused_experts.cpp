@@ -12,7 +12,7 @@
 #include "moe/check_args.h"
 
 namespace fusedmoe {
-namespace {
+namespace pack_cache {
 
 /// What tells one tensor from another.
 struct Place {
@@ -47,6 +47,13 @@ struct Key {
   std::array<Place, 12> weights;
   bool operator==(const Key&) const = default;
 };
+
+}  // namespace pack_cache
+
+namespace {
+
+using pack_cache::Key;
+using pack_cache::Place;
 
 Key key_of(const FusedExpertsArgs& args) {
   const ExpertWeights::Stacked& w = args.weights;
@@ -115,7 +122,7 @@ MoeConfig config_of(const FusedExpertsArgs& args, const ExpertWeights& weights) 
 
 struct PackCache::Impl {
   struct Entry {
-    Key key;
+    pack_cache::Key key;
     ModularKernel kernel;
     std::shared_ptr<const PackedWeights> packed;
   };

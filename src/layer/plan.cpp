@@ -11,7 +11,7 @@
 namespace fusedmoe {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using OrderedJson = nlohmann::ordered_json;
 
 struct TextMember {
   const char* key;
@@ -30,15 +30,15 @@ constexpr std::array<TextMember, 8> kTextMembers{{
 }};
 constexpr const char* kLayoutVersion = "layout_version";
 
-Json parse_object(std::string_view text) {
-  Json object = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+OrderedJson parse_object(std::string_view text) {
+  OrderedJson object = OrderedJson::parse(text, nullptr, /*allow_exceptions=*/false);
   FUSEDMOE_CHECK(object.is_object(), "plan",
                  object.is_discarded() ? "not JSON" : std::string(object.type_name()),
                  "a JSON object");
   return object;
 }
 
-void check_keys(const Json& object) {
+void check_keys(const OrderedJson& object) {
   for (const auto& item : object.items()) {
     bool known = item.key() == kLayoutVersion;
     for (const TextMember& member : kTextMembers) known = known || item.key() == member.key;
@@ -52,7 +52,7 @@ void check_keys(const Json& object) {
 }  // namespace
 
 std::string Plan::json() const {
-  Json object;
+  OrderedJson object;
   for (const TextMember& member : kTextMembers) {
     const std::string& value = this->*member.member;
     if (member.required || !value.empty()) object[member.key] = value;
@@ -62,7 +62,7 @@ std::string Plan::json() const {
 }
 
 Plan Plan::parse(std::string_view json) {
-  const Json object = parse_object(json);
+  const OrderedJson object = parse_object(json);
   check_keys(object);
   Plan plan;
   for (const TextMember& member : kTextMembers) {

@@ -21,13 +21,13 @@ using Json = nlohmann::json;
 constexpr int kVersion = 2;  // 1 had no scheme
 constexpr std::size_t kMaxBytes = std::size_t{4} << 20;
 
-struct TextMember {
+struct TunedText {
   const char* key;
   std::string TunedConfig::*member;
 };
 constexpr std::array kTexts{
-    TextMember{"device", &TunedConfig::device}, TextMember{"experts", &TunedConfig::experts},
-    TextMember{"scheme", &TunedConfig::scheme}, TextMember{"config", &TunedConfig::config}};
+    TunedText{"device", &TunedConfig::device}, TunedText{"experts", &TunedConfig::experts},
+    TunedText{"scheme", &TunedConfig::scheme}, TunedText{"config", &TunedConfig::config}};
 
 struct SizeMember {
   const char* key;
@@ -53,7 +53,7 @@ TunedConfig parse_config(const Json& object, const std::string& label) {
   constexpr std::size_t kMembers = kTexts.size() + kSizes.size() + 1;
   FUSEDMOE_CHECK_FILE(object.is_object(), label, object.type_name(), "an object");
   TunedConfig config;
-  for (const TextMember& text : kTexts) {
+  for (const TunedText& text : kTexts) {
     config.*text.member =
         member(object, label, text.key, &Json::is_string, "a string").get<std::string>();
   }
@@ -107,7 +107,7 @@ std::string to_json(const TunedConfigs& configs) {
   const char* separator = "\n";
   for (const TunedConfig& config : configs.all()) {
     nlohmann::ordered_json object;
-    for (const TextMember& member : kTexts) object[member.key] = config.*member.member;
+    for (const TunedText& member : kTexts) object[member.key] = config.*member.member;
     for (const SizeMember& member : kSizes) object[member.key] = config.*member.member;
     object[kTime] = config.time_us;
     text += core::format("{}    {}", std::exchange(separator, ",\n"), object.dump());

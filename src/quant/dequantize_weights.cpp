@@ -16,8 +16,6 @@ namespace {
 using core::GlobalScale;
 using core::WeightLayout;
 
-constexpr std::int64_t kParallelElements = 1 << 18;
-
 /// Element `column` of a row before its scale: a value of the format, or an unsigned code.
 float stored_value(const WeightMatrix& matrix, const QuantKey& key, std::int64_t row,
                    std::int64_t column) {
@@ -136,7 +134,7 @@ Tensor dequantize_weights(const WeightMatrix& matrix, const QuantKey& key, std::
   core::check_device(values, "matrix.values", {});
   Tensor result = Tensor::empty({values.size(0), in}, DType::kF32);
   const Decoder decoder(matrix, key, in);
-  const bool worthwhile = result.numel() >= kParallelElements;
+  const bool worthwhile = result.numel() >= core::kParallelWeights;
   core::parallel_for(default_executor(), values.size(0), worthwhile,
                      [&](std::int64_t r) { decoder.row(r, result.as<float>() + r * in); });
   return result;

@@ -82,7 +82,7 @@ void quantize_row(const float* x, std::int64_t count, const QuantKey& key, float
 // Whole tensors
 namespace {
 
-constexpr std::int64_t kParallelElements = 1 << 15;
+constexpr std::int64_t kParallelActivations = 1 << 15;
 
 /// Row `row` of x as f32, `buffer` or x itself, from column `begin` on.
 const float* load_row(const TensorView& x, std::int64_t row, std::int64_t begin, std::int64_t count,
@@ -138,7 +138,7 @@ void quantize_groups(const TensorView& x, std::int64_t row, const QuantKey& key,
 }
 
 float scale_of_tensor(Executor& executor, const TensorView& x) {
-  const bool worthwhile = x.numel() >= kParallelElements;
+  const bool worthwhile = x.numel() >= kParallelActivations;
   return core::tensor_scale(core::parallel_max(executor, x.size(0), worthwhile,
                                                [&](std::int64_t begin, std::int64_t end) {
                                                  float largest = 0;
@@ -194,7 +194,7 @@ void core::quantize(Executor& executor, const TensorView& x, const QuantKey& key
   }
   const std::int64_t row_values = bytes(shape.values_dtype, shape.values[1]);
   const std::int64_t row_scales = shape.scales[1] * bytes(shape.scales_dtype, 1);
-  const bool worthwhile = x.numel() >= kParallelElements;
+  const bool worthwhile = x.numel() >= kParallelActivations;
   core::parallel_for(executor, x.size(0), worthwhile, [&](std::int64_t row) {
     std::uint8_t* codes = values.as<std::uint8_t>() + row * row_values;
     if (key.group == GroupShape{1, -1}) {
@@ -233,7 +233,7 @@ void core::dequantize(Executor& executor, const QuantizedViews& in, const QuantK
   const std::int64_t columns = out.size(1), row_values = bytes(values.dtype(), values.size(1));
   const std::int64_t per_row = scales_per_row(key, columns);
   const std::int64_t group = key.group.cols < 0 ? columns : key.group.cols;
-  parallel_for(executor, out.size(0), out.numel() >= kParallelElements, [&](std::int64_t row) {
+  parallel_for(executor, out.size(0), out.numel() >= kParallelActivations, [&](std::int64_t row) {
     const std::uint8_t* codes = values.as<const std::uint8_t>() + row * row_values;
     for (std::int64_t begin = 0; begin < columns; begin += group) {
       const std::int64_t end = std::min(begin + group, columns);

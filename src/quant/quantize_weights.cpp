@@ -21,7 +21,6 @@ using core::WeightLayout;
 
 constexpr float kE4M3Max = 448.0F;
 constexpr float kMinBlockAmax = 1e-4F;
-constexpr std::int64_t kParallelElements = 1 << 18;
 constexpr float kMinRange = 1e-5F;  // of an asymmetric integer group
 
 void load_row(const TensorView& values, std::int64_t row, float* out) {
@@ -98,7 +97,7 @@ class WeightQuantizer {
 
   template <typename Function>
   void for_each_row(const Function& function) const {
-    const bool worthwhile = values_.numel() >= kParallelElements;
+    const bool worthwhile = values_.numel() >= core::kParallelWeights;
     core::parallel_ranges(default_executor(), out_, worthwhile,
                           [&](std::int64_t begin, std::int64_t end) {
                             std::vector<float> x(static_cast<std::size_t>(in_));

@@ -13,6 +13,9 @@
 
 namespace fusedmoe::core {
 
+/// Weights for which it is worthwhile to start other threads.
+inline constexpr std::int64_t kParallelWeights = 1 << 18;
+
 enum class GlobalScale { kNone, kPerMatrix, kPerRow, kPerBlock };
 
 struct WeightLayout {

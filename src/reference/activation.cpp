@@ -7,10 +7,6 @@
 namespace fusedmoe::reference {
 namespace {
 
-double sigmoid(double x) {
-  return 1 / (1 + std::exp(-x));
-}
-
 double gelu(double x) {
   return x * (1 + std::erf(x / std::numbers::sqrt2)) / 2;
 }
@@ -30,6 +26,10 @@ double clamp(double x, double limit) {
 }
 
 }  // namespace
+
+double sigmoid(double x) {
+  return 1 / (1 + std::exp(-x));
+}
 
 double activate(const ResolvedActivation& a, double g, double u) {
   switch (a.kind) {

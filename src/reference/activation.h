@@ -5,6 +5,8 @@
 
 namespace fusedmoe::reference {
 
+double sigmoid(double x);
+
 /// `up` is ignored by the activations without a gate. NaN gives NaN.
 double activate(const ResolvedActivation& activation, double gate, double up);
 

@@ -5,21 +5,18 @@
 #include <limits>
 #include <numeric>
 
+#include "reference/activation.h"
 #include "reference/matrix.h"
 
 namespace fusedmoe::reference {
 namespace {
 
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNeverChosen = -std::numeric_limits<double>::infinity();
 
 bool selects_on_logits(const RouterConfig& config) {
   return config.scoring == ScoringFunc::kTopkSoftmax ||
          config.scoring == ScoringFunc::kTopkSigmoid || config.scoring == ScoringFunc::kLogits ||
          config.scoring == ScoringFunc::kSparsemixer;
-}
-
-double sigmoid(double x) {
-  return 1 / (1 + std::exp(-x));
 }
 
 std::vector<double> softmax(const std::vector<double>& x) {
@@ -42,7 +39,7 @@ std::vector<double> scores_of(const RouterConfig& config, std::span<const double
       score =
           std::sqrt(score > 0 ? score + std::log1p(std::exp(-score)) : std::log1p(std::exp(score)));
     }
-    if (!std::isfinite(score)) score = selects_on_logits(config) ? -kInfinity : 0;
+    if (!std::isfinite(score)) score = selects_on_logits(config) ? kNeverChosen : 0;
   }
   return scores;
 }
@@ -89,20 +86,20 @@ std::vector<double> near_weights(const RouterConfig& config, std::vector<double>
       }
     }
     weights.push_back(std::isfinite(largest) ? 1 / sum : 0);
-    logits[id] = -kInfinity;
+    logits[id] = kNeverChosen;
   }
   return weights;
 }
 
 std::vector<double> weights_of(const RouterConfig& config, std::vector<double> chosen) {
   if (config.scoring == ScoringFunc::kTopkSoftmax) {
-    const bool none = *std::max_element(chosen.begin(), chosen.end()) == -kInfinity;
+    const bool none = *std::max_element(chosen.begin(), chosen.end()) == kNeverChosen;
     chosen = none ? std::vector<double>(chosen.size(), 0) : softmax(chosen);
   }
   double sum = 0;
   for (double& weight : chosen) {
     if (config.scoring == ScoringFunc::kTopkSigmoid) weight = sigmoid(weight);
-    if (weight == -kInfinity) weight = 0;
+    if (weight == kNeverChosen) weight = 0;
     sum += weight;
   }
   for (double& weight : chosen) {

@@ -7,8 +7,7 @@
 #include "capi_ranks.h"
 #include "option_rows.h"
 
-namespace fusedmoe::testing {
-namespace {
+namespace fusedmoe::testing::call_options_test {
 
 /// A layer of other tensors, or nobody's.
 struct Weights : TinyLayer {
@@ -224,5 +223,4 @@ TEST(CCallOptionsTest, OfAMatrixAreObeyedOrRefused) {
                    sizeof(T));
 }
 
-}  // namespace
-}  // namespace fusedmoe::testing
+}  // namespace fusedmoe::testing::call_options_test

@@ -8,8 +8,7 @@
 #include "fusedmoe/runtime.h"
 #include "testing/compare.h"
 
-namespace fusedmoe::testing {
-namespace {
+namespace fusedmoe::testing::cuda_test {
 
 constexpr std::int64_t kTokens = 5;
 
@@ -115,5 +114,4 @@ TEST(CCudaTest, ARankBringsItsNccl) {
   EXPECT_EQ(destroy(comm), 0);  // still the caller's
 }
 
-}  // namespace
-}  // namespace fusedmoe::testing
+}  // namespace fusedmoe::testing::cuda_test

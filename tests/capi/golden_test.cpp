@@ -4,8 +4,7 @@
 #include "capi_test.h"
 #include "testing/compare.h"
 
-namespace fusedmoe::testing {
-namespace {
+namespace fusedmoe::testing::golden_test {
 
 class CGoldenTest : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Transformers, CGoldenTest, ::testing::ValuesIn(golden_names()),
@@ -83,5 +82,4 @@ TEST(CExpertsTest, ExpertsWithoutRouterAndSharedExperts) {
   EXPECT_OK(fusedmoe_layer_forward_routed(layer.get(), &args));
 }
 
-}  // namespace
-}  // namespace fusedmoe::testing
+}  // namespace fusedmoe::testing::golden_test

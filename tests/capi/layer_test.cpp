@@ -30,8 +30,7 @@ std::atomic<std::int64_t> allocations{0};
 }
 #endif
 
-namespace fusedmoe::testing {
-namespace {
+namespace fusedmoe::testing::layer_test {
 
 constexpr std::int64_t kTokens = 5;
 
@@ -228,5 +227,4 @@ TEST(CQuantizeTest, ActivationsGetTheShapesThatTheSchemeSays) {
             FUSEDMOE_INVALID_ARGUMENT);
 }
 
-}  // namespace
-}  // namespace fusedmoe::testing
+}  // namespace fusedmoe::testing::layer_test

@@ -7,8 +7,7 @@
 #include "option_rows.h"
 #include "testing/compare.h"
 
-namespace fusedmoe::testing {
-namespace {
+namespace fusedmoe::testing::options_test {
 
 constexpr std::int64_t kTokens = 3;
 
@@ -298,5 +297,4 @@ TEST(COptionsTest, TensorsOfARankAreWholeOrItsSlice) {
   c.refused("shared_experts are for rank 0 alone");
 }
 
-}  // namespace
-}  // namespace fusedmoe::testing
+}  // namespace fusedmoe::testing::options_test

@@ -7,8 +7,7 @@
 #include "capi_ranks.h"
 #include "testing/compare.h"
 
-namespace fusedmoe::testing {
-namespace {
+namespace fusedmoe::testing::ranks_test {
 
 /// The layer is not quantized: its rows travel as they are.
 TEST(CRanksTest, DispatchDtypesThatALayerDoesNotHaveAreRefused) {
@@ -252,5 +251,4 @@ TEST(CRanksTest, WrongCallsSayWhatIsWrong) {
   EXPECT_EQ(fusedmoe_layer_create(&tiny.weights, &tiny.options, &layer), FUSEDMOE_INVALID_ARGUMENT);
 }
 
-}  // namespace
-}  // namespace fusedmoe::testing
+}  // namespace fusedmoe::testing::ranks_test

@@ -14,8 +14,7 @@
 #include "capi_ranks.h"
 #include "fusedmoe/comm.h"
 
-namespace fusedmoe::testing {
-namespace {
+namespace fusedmoe::testing::rendezvous_test {
 
 /// A port of this host that nobody uses now.
 int free_port() {
@@ -155,5 +154,4 @@ TEST(CRendezvousTest, ARendezvousThatContradictsItselfIsRefused) {
   EXPECT_EQ(fusedmoe_make_nccl_unique_id(nullptr, sizeof id), FUSEDMOE_INVALID_ARGUMENT);
 }
 
-}  // namespace
-}  // namespace fusedmoe::testing
+}  // namespace fusedmoe::testing::rendezvous_test

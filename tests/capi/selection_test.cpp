@@ -6,8 +6,7 @@
 #include "capi_test.h"
 #include "fusedmoe/safetensors.h"
 
-namespace fusedmoe::testing {
-namespace {
+namespace fusedmoe::testing::selection_test {
 
 TEST(CSelectionTest, AnswersForAGpuThatIsNotHere) {
   auto config = sized<fusedmoe_moe_config>();
@@ -91,5 +90,4 @@ TEST(CSelectionTest, LayersOfACheckpointHaveTheirOwn) {
   EXPECT_EQ(fusedmoe_explain_layer(opened, 7, 0, 0, 0, 0, &found), FUSEDMOE_INVALID_ARGUMENT);
 }
 
-}  // namespace
-}  // namespace fusedmoe::testing
+}  // namespace fusedmoe::testing::selection_test

@@ -5,8 +5,7 @@
 
 #include "capi_test.h"
 
-namespace fusedmoe::testing {
-namespace {
+namespace fusedmoe::testing::sizes_test {
 
 struct Call {
   const char* name;
@@ -155,5 +154,4 @@ TEST(CSizesTest, OfRanksAndThreadsToo) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe::testing
+}  // namespace fusedmoe::testing::sizes_test

@@ -9,8 +9,7 @@
 #include "capi_ranks.h"
 #include "option_rows.h"
 
-namespace fusedmoe::testing {
-namespace {
+namespace fusedmoe::testing::struct_options_test {
 
 /// A layer with other experts, or nobody's.
 struct Experts : TinyLayer {
@@ -180,5 +179,4 @@ TEST(CStructOptionsTest, OfARendezvousAreObeyedOrRefused) {
       sizeof(T));
 }
 
-}  // namespace
-}  // namespace fusedmoe::testing
+}  // namespace fusedmoe::testing::struct_options_test

@@ -6,8 +6,7 @@
 
 #include "capi_test.h"
 
-namespace fusedmoe::testing {
-namespace {
+namespace fusedmoe::testing::wrong_calls_test {
 
 fusedmoe_error last_error() {
   auto error = sized<fusedmoe_error>();
@@ -270,5 +269,4 @@ TEST(CWrongCallsTest, NullEverywhere) {
   fusedmoe_matrix_destroy(nullptr);
 }
 
-}  // namespace
-}  // namespace fusedmoe::testing
+}  // namespace fusedmoe::testing::wrong_calls_test

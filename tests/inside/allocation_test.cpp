@@ -33,8 +33,7 @@ std::atomic<std::int64_t> allocations{0};
   std::free(memory);
 }
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::allocation_test {
 
 /// Not counted: what happens once, the choice of the instruction set and the threads that a calling
 /// thread's first parallel step starts.
@@ -110,5 +109,4 @@ TEST(AllocationTest, KernelWithTheReferenceInBothFormats) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::allocation_test

@@ -10,8 +10,7 @@
 #include "testing/compare.h"
 #include "tiny_checkpoint.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::beside_experts_test {
 
 using testing::bitwise_equal;
 using testing::error_text;
@@ -115,5 +114,4 @@ TEST(BesideExpertsTest, ProjectionsAroundQuantizedExperts) {
   EXPECT_EQ(calibrated.load().experts.hidden, 96);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::beside_experts_test

@@ -9,8 +9,7 @@
 #include "reference/activation.h"
 #include "tiny_checkpoint.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::calibrate_test {
 
 using testing::error_text;
 using testing::TinyCheckpoints;
@@ -113,5 +112,4 @@ TEST(CalibrateTest, Refusals) {
             std::string::npos);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::calibrate_test

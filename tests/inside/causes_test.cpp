@@ -8,8 +8,7 @@
 #include "fusedmoe/runtime.h"
 #include "layered_checkpoint.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::causes_test {
 
 using testing::kCt;
 using testing::Parts;
@@ -194,5 +193,4 @@ TEST(CauseTest, SingleTensorsAndContentsHaveNone) {
 INSTANTIATE_TEST_SUITE_P(All, MisfitTest, ::testing::ValuesIn(misfits()),
                          [](const auto& info) { return std::string(info.param.name); });
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::causes_test

@@ -5,8 +5,7 @@
 
 #include "moe/check_args.h"
 
-namespace fusedmoe::core {
-namespace {
+namespace fusedmoe::core::check_test {
 
 constexpr std::int64_t kRows = 4, kColumns = 8;
 
@@ -47,5 +46,4 @@ TEST(CheckPlaceTest, RowsOnCudaStartAtWholeVectors) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe::core
+}  // namespace fusedmoe::core::check_test

@@ -11,8 +11,7 @@
 #include "layered_checkpoint.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::config_mutations_test {
 
 using testing::File;
 using testing::Layers;
@@ -259,5 +258,4 @@ TEST(ConfigMutationsTest, AreErrorsOrTheStoredNumbers) {
   for (const auto& [what, times] : outcomes) RecordProperty(what, times);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::config_mutations_test

@@ -13,8 +13,7 @@
 #include "fusedmoe/tensor.h"
 #include "quantize_oracle.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::cpu_codes_test {
 
 using cpu::Codes, cpu::Compute, cpu::ScaleType, cpu::kTileColumns;
 
@@ -129,5 +128,4 @@ TEST(CpuEveryCodeTest, HasItsExactValue) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::cpu_codes_test

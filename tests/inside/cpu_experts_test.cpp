@@ -16,8 +16,7 @@
 #include "testing/cases.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::cpu_experts_test {
 
 using testing::bitwise_equal;
 using testing::Case;
@@ -364,5 +363,4 @@ TEST(CpuExpertsMxfp4Test, ScaleOutsideItsRangeIsRefused) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::cpu_experts_test

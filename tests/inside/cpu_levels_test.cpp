@@ -4,8 +4,7 @@
 
 #include <string>
 
-namespace fusedmoe::cpu {
-namespace {
+namespace fusedmoe::cpu::cpu_levels_test {
 
 std::string order(const Processor& processor) {
   std::string text;
@@ -65,5 +64,4 @@ TEST(CpuLevelsTest, TheTablesAreInThatOrder) {
   EXPECT_EQ(text, order(processor()));
 }
 
-}  // namespace
-}  // namespace fusedmoe::cpu
+}  // namespace fusedmoe::cpu::cpu_levels_test

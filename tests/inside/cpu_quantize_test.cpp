@@ -15,8 +15,7 @@
 #include "quant/quantize.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::cpu_quantize_test {
 
 constexpr std::int64_t kCounts[] = {0, 1, 15, 16, 31, 90, 360, 1024, 1025, 2880, 5000};
 
@@ -138,5 +137,4 @@ TEST(CpuQuantizeTest, EveryLevelReadsCodesAsTheFormatsSay) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::cpu_quantize_test

@@ -11,8 +11,7 @@
 #include "testing/cases.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::cpu_schemes_test {
 
 using testing::bitwise_equal;
 using testing::Case;
@@ -332,5 +331,4 @@ TEST(CpuCodesTest, UnusualScalesAndValuesAreTheReferencesOrRefused) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::cpu_schemes_test

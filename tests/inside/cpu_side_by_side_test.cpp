@@ -11,8 +11,7 @@
 #include "testing/cases.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::cpu_side_by_side_test {
 
 using cpu::Codes, cpu::Compute, cpu::kTileColumns;
 
@@ -77,5 +76,4 @@ TEST(CpuSideBySideTest, GivesTheSameBits) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::cpu_side_by_side_test

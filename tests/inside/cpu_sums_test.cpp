@@ -8,8 +8,7 @@
 #include "fusedmoe/quant.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::cpu_sums_test {
 
 using Rounding = cpu::Epilogue::Rounding;
 
@@ -62,5 +61,4 @@ TEST(CpuSumsTest, StreamedRowsHaveTheSameBits) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::cpu_sums_test

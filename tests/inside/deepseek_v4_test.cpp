@@ -7,8 +7,7 @@
 #include "fusedmoe/quant.h"
 #include "linear_parts.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::deepseek_v4_test {
 
 using testing::Parts;
 
@@ -127,5 +126,4 @@ TEST(DeepseekV4Test, ExpertsInFp8) {
       << parts.error();
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::deepseek_v4_test

@@ -6,8 +6,7 @@
 #include "layer/rank_step.h"
 #include "reference/backend.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::dispatch_test {
 
 using Ids = std::vector<std::int32_t>;
 
@@ -93,5 +92,4 @@ TEST(DispatchTest, RowsThatWereSentNameALocalExpert) {
   EXPECT_EQ(expected_local_slots(0, 2, 0), 0);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::dispatch_test

@@ -9,8 +9,7 @@
 
 #include "testing/cases.h"
 
-namespace fusedmoe::testing {
-namespace {
+namespace fusedmoe::testing::error_bound_test {
 
 /// Largest change of results over the largest result when the largest number of a row, at least 4
 /// times its rms, is moved by the step of E4M3. Rows and weights are random.
@@ -52,5 +51,4 @@ TEST(ErrorBoundTest, WideAndUnquantizedLayersAreHeldToLess) {
   EXPECT_EQ(error_bound(DType::kF32, parse_scheme("f32"), 128), 2e-5);
 }
 
-}  // namespace
-}  // namespace fusedmoe::testing
+}  // namespace fusedmoe::testing::error_bound_test

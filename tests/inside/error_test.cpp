@@ -19,8 +19,7 @@ extern "C" const char* __asan_default_options() {
   return "allocator_may_return_null=1";
 }
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::error_test {
 
 struct Expected {
   const char* label;
@@ -178,5 +177,4 @@ TEST(ErrorTest, NumbersAndNamesAreStable) {
   EXPECT_EQ(code(static_cast<Reason>(99)), "unknown");
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::error_test

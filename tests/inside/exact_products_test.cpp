@@ -9,8 +9,7 @@
 #include "fusedmoe/quant.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::exact_products_test {
 
 using testing::Case;
 using testing::Problem;
@@ -84,5 +83,4 @@ TEST_P(ExactProductsTest, Gemm1IsTheSumInDouble) {
 INSTANTIATE_TEST_SUITE_P(Schemes, ExactProductsTest,
                          ::testing::Values("mxfp4", "nvfp4", "mxfp4_mxfp8", "mxfp8"));
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::exact_products_test

@@ -23,8 +23,7 @@
 #include "layer_problem.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::executor_test {
 
 using testing::bitwise_equal;
 using testing::layer_options;
@@ -276,5 +275,4 @@ TEST(ExecutorTest, NumberOfThreadsMayChangeDuringAForward) {
   set_num_threads(0);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::executor_test

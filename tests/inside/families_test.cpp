@@ -14,8 +14,7 @@
 #include "temporary_directory.h"
 #include "tools/synth.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::families_test {
 
 using checkpoint::FamilyRow;
 
@@ -97,5 +96,4 @@ INSTANTIATE_TEST_SUITE_P(All, FamilyLayerTest, ::testing::ValuesIn(served_famili
                            return name;
                          });
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::families_test

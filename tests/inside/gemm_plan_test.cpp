@@ -13,8 +13,7 @@
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/error.h"
 
-namespace fusedmoe::cuda {
-namespace {
+namespace fusedmoe::cuda::gemm_plan_test {
 
 const WeightFormat& format_named(std::string_view name) {
   for (const WeightFormat& format : weight_formats()) {
@@ -470,5 +469,4 @@ TEST(WeightFormatTest, Fp8WithoutScalesOfKBlocksHasTheRowPass) {
   EXPECT_FALSE(kernel_set(block).has_row_pass(few));
 }
 
-}  // namespace
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::gemm_plan_test

@@ -12,8 +12,7 @@
 #include "cuda/mlp/fused_mlp.h"
 #include "testing/cases.h"
 
-namespace fusedmoe::cuda {
-namespace {
+namespace fusedmoe::cuda::gemm_schedule_test {
 
 struct ScheduleCase {
   std::string name;
@@ -165,5 +164,4 @@ TEST(GemmScheduleTest, LargestProblem) {
   EXPECT_EQ(find_tile(first + second, order, prefix.data(), 3).gemm, -1);
 }
 
-}  // namespace
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::gemm_schedule_test

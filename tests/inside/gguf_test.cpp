@@ -17,8 +17,7 @@
 #include "reference/matrix.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::gguf_test {
 
 using testing::error_text;
 using testing::Random;
@@ -343,5 +342,4 @@ TEST(GgufTest, RandomBytesOfBlocksAreRefusedOrTheirValues) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::gguf_test

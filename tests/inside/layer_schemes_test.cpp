@@ -7,8 +7,7 @@
 #include "gtest/gtest.h"
 #include "layered_checkpoint.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::layer_schemes_test {
 
 using testing::File;
 using testing::Layers;
@@ -398,5 +397,4 @@ INSTANTIATE_TEST_SUITE_P(
                 "config.quantization_config.ignore (\"re:.*experts.*\") says that"}),
     [](const auto& info) { return std::string(info.param.name); });
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::layer_schemes_test

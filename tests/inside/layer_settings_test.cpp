@@ -10,8 +10,7 @@
 
 #include "tiny_checkpoint.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::layer_settings_test {
 
 using nlohmann::json;
 using testing::error_text;
@@ -198,5 +197,4 @@ TEST(LayerSettingsTest, ListsThatMeanNothingHereAreRefused) {
             std::string::npos);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::layer_settings_test

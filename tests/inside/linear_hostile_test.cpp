@@ -6,8 +6,7 @@
 #include "fusedmoe/runtime.h"
 #include "linear_parts.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::linear_hostile_test {
 
 using testing::kCt;
 using testing::kExperts;
@@ -133,5 +132,4 @@ TEST_P(HostileTest, IsAClearError) {
 INSTANTIATE_TEST_SUITE_P(All, HostileTest, ::testing::ValuesIn(hostile()),
                          [](const auto& info) { return std::string(info.param.name); });
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::linear_hostile_test

@@ -12,8 +12,7 @@
 #include "gtest/gtest.h"
 #include "linear_parts.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::linear_layouts_test {
 
 using testing::kCt;
 using testing::kExperts;
@@ -354,5 +353,4 @@ TEST(LinearLayoutTest, QuantizedSharedExperts) {
             std::string::npos);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::linear_layouts_test

@@ -6,8 +6,7 @@
 #include "fake_experts.h"
 #include "fusedmoe/tensor.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::load_statistics_test {
 
 using testing::make_ids;
 
@@ -62,5 +61,4 @@ TEST(LoadStatisticsTest, RefusesWhatIsNoRouting) {
   EXPECT_THROW(load_statistics(Tensor::empty({1, 2}, DType::kF32), 4), Error);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::load_statistics_test

@@ -13,8 +13,7 @@
 #include "gtest/gtest.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::mutations_test {
 
 using testing::Random;
 
@@ -209,5 +208,4 @@ TEST(MutationsTest, AreErrorsOrTheStoredLayer) {
   for (const auto& [what, times] : outcomes) RecordProperty(what.substr(0, 4), times);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::mutations_test

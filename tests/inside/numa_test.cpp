@@ -26,8 +26,7 @@
 #include "testing/cases.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::numa_test {
 
 using core::NodeTasks;
 using core::NumaNode;
@@ -315,5 +314,4 @@ TEST_F(NumaPackTest, WorkTilesAreComputedOnce) {
   for (const auto& count : done) ASSERT_EQ(count, 1);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::numa_test

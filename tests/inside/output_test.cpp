@@ -14,8 +14,7 @@
 #include "error_text.h"
 #include "temporary_directory.h"
 
-namespace fusedmoe::files {
-namespace {
+namespace fusedmoe::files::output_test {
 
 namespace fs = std::filesystem;
 using testing::error_text;
@@ -152,5 +151,4 @@ TEST_F(OutputTest, WhoLooksAtAnOutputLeavesNothingBehind) {
   EXPECT_EQ(num_entries(directory.path()), 0U);
 }
 
-}  // namespace
-}  // namespace fusedmoe::files
+}  // namespace fusedmoe::files::output_test

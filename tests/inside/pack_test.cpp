@@ -11,8 +11,7 @@
 #include "testing/cases.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::pack_test {
 
 using testing::bitwise_equal;
 using testing::Case;
@@ -146,5 +145,4 @@ TEST(RepackTest, RefusesWhatDoesNotFit) {
       << "weights of another configuration";
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::pack_test

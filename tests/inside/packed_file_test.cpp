@@ -18,8 +18,7 @@
 #include "testing/cases.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::packed_file_test {
 
 using testing::bitwise_equal;
 using testing::Case;
@@ -278,5 +277,4 @@ TEST_F(RefusedPackedFileTest, WithPartsThatDoNotFit) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::packed_file_test

@@ -6,8 +6,7 @@
 #include <algorithm>
 #include <string>
 
-namespace fusedmoe::checkpoint {
-namespace {
+namespace fusedmoe::checkpoint::problems_test {
 
 TEST(ProblemsTest, NamesThatDifferInNumbersAreOneLine) {
   Problems problems;
@@ -76,5 +75,4 @@ TEST(ProblemsTest, HostileNamesBreakNoLine) {
                                  "\"...: missing");
 }
 
-}  // namespace
-}  // namespace fusedmoe::checkpoint
+}  // namespace fusedmoe::checkpoint::problems_test

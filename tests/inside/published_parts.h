@@ -55,7 +55,8 @@ inline void expect_same(const ExpertWeights& actual, const ExpertWeights& wanted
 
 /// (E, rows, columns) of the matrices of each expert, one below the other; transposed (E, columns,
 /// rows). Numbers: (E), or (E, 2) in pairs.
-inline Tensor stacked(const std::vector<std::vector<Tensor>>& experts, bool transposed, bool pairs) {
+inline Tensor stacked(const std::vector<std::vector<Tensor>>& experts, bool transposed,
+                      bool pairs) {
   const Tensor& one = experts[0][0];
   const auto count = static_cast<std::int64_t>(experts.size());
   const std::int64_t width = bytes(one.dtype(), 1);

@@ -8,8 +8,7 @@
 #include "gtest/gtest.h"
 #include "tiny_checkpoint.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::quant_configs_test {
 
 struct Published {
   const char* name;
@@ -374,5 +373,4 @@ TEST(TransformTest, IsRefusedWhereItReachesTheExpertsAtRunTime) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::quant_configs_test

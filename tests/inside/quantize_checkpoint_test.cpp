@@ -15,8 +15,7 @@
 #include "testing/compare.h"
 #include "tiny_checkpoint.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::quantize_checkpoint_test {
 
 using testing::bitwise_equal;
 using testing::error_text;
@@ -437,5 +436,4 @@ TEST(QuantizeCheckpointTest, Refusals) {
             std::string::npos);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::quantize_checkpoint_test

@@ -12,8 +12,7 @@
 #include "quantize_oracle.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::quantize_elements_test {
 
 using testing::Random;
 
@@ -111,5 +110,4 @@ TEST(QuantizeElementsTest, Int16RoundsHalvesToEven) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::quantize_elements_test

@@ -19,8 +19,7 @@
 #include "quantize_oracle.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::quantize_test {
 
 using testing::Random;
 
@@ -430,5 +429,4 @@ TEST(FullRangeInt8Test, GivesTheCodesOfCompressedTensors) {
   EXPECT_EQ(core::full_int8_code(-kInf), -128);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::quantize_test

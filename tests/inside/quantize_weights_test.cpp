@@ -15,8 +15,7 @@
 #include "quantize_oracle.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::quantize_weights_test {
 
 using testing::Random;
 
@@ -392,5 +391,4 @@ TEST(MergeGateUpScalesTest, TheSmallerHalfIsRequantized) {
   EXPECT_THROW(merge_gate_up_scales(other), Error);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::quantize_weights_test

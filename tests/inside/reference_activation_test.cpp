@@ -6,8 +6,7 @@
 #include <cmath>
 #include <limits>
 
-namespace fusedmoe::reference {
-namespace {
+namespace fusedmoe::reference::reference_activation_test {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
@@ -91,5 +90,4 @@ TEST(ReferenceActivationTest, NanStaysNan) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe::reference
+}  // namespace fusedmoe::reference::reference_activation_test

@@ -11,8 +11,7 @@
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::reference_matrix_test {
 
 TEST(ReferenceMatrixTest, RoundsOnceToNearestEven) {
   using reference::round_to;
@@ -65,5 +64,4 @@ TEST(ReferenceMatrixTest, DecodesEveryMxfp4CodeAndScale) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::reference_matrix_test

@@ -56,7 +56,8 @@ TEST(ReferenceRefusalsTest, RefusalsCarryTheirReason) {
 
 TEST(ReferenceRefusalsTest, BadArgumentsAreNamed) {
   const Problem problem = testing::make_problem({.num_tokens = 3, .hidden = 8, .intermediate = 4});
-  const auto experts = reference::descriptor().create(testing::make_config(problem.spec, DType::kF32), {});
+  const auto experts =
+      reference::descriptor().create(testing::make_config(problem.spec, DType::kF32), {});
   const auto packed = experts->pack(problem.weights);
   const WorkspaceSizes sizes = experts->workspace_sizes(ProblemSize::of(experts->config(), 3));
   std::vector<char> workspace13(sizes.common_bytes()), workspace2(sizes.workspace2_bytes);

@@ -18,8 +18,7 @@
 #include "testing/cases.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::reference_schemes_test {
 
 using testing::bitwise_equal;
 using testing::Case;
@@ -373,5 +372,4 @@ TEST(ReferenceSchemesTest, DecodedWeightsGiveTheSame) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::reference_schemes_test

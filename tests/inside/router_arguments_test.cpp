@@ -5,8 +5,7 @@
 
 #include "router_cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::router_arguments_test {
 
 using testing::argument_of;
 using testing::make_router;
@@ -54,5 +53,4 @@ TEST(RouterTest, CustomRoutingMustReturnIdsInRange) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::router_arguments_test

@@ -14,8 +14,7 @@
 #include "router_cases.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::router_logits_test {
 
 using testing::normal_tensor;
 
@@ -137,5 +136,4 @@ TEST(RouterLogitsTest, NoTokensIsLegal) {
   EXPECT_EQ(run(weights, Tensor::empty({0, 8}, DType::kF32)).numel(), 0);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::router_logits_test

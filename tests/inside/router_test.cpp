@@ -15,8 +15,7 @@
 #include "router_cases.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::router_test {
 
 using testing::kScorings;
 using testing::make_router;
@@ -441,5 +440,4 @@ TEST(RouterTest, CustomRoutingReplacesTheRest) {
   EXPECT_EQ(routed.row_weights(1), (std::vector<float>{8, 0}));
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::router_test

@@ -16,8 +16,7 @@
 #include "../ranks/processes.h"
 #include "../ranks/ranks.h"
 
-namespace fusedmoe::comm {
-namespace {
+namespace fusedmoe::comm::shared_memory_test {
 
 using testing::expect_late;
 using testing::kDied;
@@ -426,5 +425,4 @@ TEST_P(SharedMemoryDeaths, TheOthersNameTheRankWithinTheDeadline) {
   });
 }
 
-}  // namespace
-}  // namespace fusedmoe::comm
+}  // namespace fusedmoe::comm::shared_memory_test

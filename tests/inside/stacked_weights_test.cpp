@@ -12,8 +12,7 @@
 #include "fusedmoe/weights.h"
 #include "quant/weight_layout.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::stacked_weights_test {
 
 using Stacked = ExpertWeights::Stacked;
 
@@ -280,5 +279,4 @@ INSTANTIATE_TEST_SUITE_P(
                 "values: was u8 [360, 12]; must be i32"}),
     [](const auto& info) { return info.param.name; });
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::stacked_weights_test

@@ -11,8 +11,7 @@
 #include "temporary_directory.h"
 #include "tools/synth.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::synth_test {
 
 using testing::TemporaryDirectory;
 using testing::write_file;
@@ -332,5 +331,4 @@ TEST_F(SynthTest, PresetsParse) {
   EXPECT_THROW(model_preset("gpt-5"), Error);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::synth_test

@@ -10,8 +10,7 @@
 
 #include "core/check.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::tensor_test {
 
 constexpr std::int64_t kHuge = std::numeric_limits<std::int64_t>::max();
 
@@ -192,5 +191,4 @@ TEST(CheckTest, OverlapSeesSharedBytesOnly) {
   EXPECT_FALSE(core::overlap(TensorView(), back));
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::tensor_test

@@ -10,8 +10,7 @@
 #include "layer/tuned_configs.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::tuned_configs_test {
 
 using testing::error_text;
 
@@ -208,5 +207,4 @@ TEST(KernelConfigsTest, ExpertsOnTheCpuHaveOneOfTheirOwn) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::tuned_configs_test

@@ -9,8 +9,7 @@
 
 #include "linear_parts.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::uncalibrated_test {
 
 using testing::kExperts;
 using testing::Parts;
@@ -204,5 +203,4 @@ TEST(UncalibratedCallerTest, IsRefused) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::uncalibrated_test

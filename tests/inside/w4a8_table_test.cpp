@@ -11,8 +11,7 @@
 #include "cuda/formats/w4a8_table.h"
 #include "fusedmoe/quant.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::w4a8_table_test {
 
 using cuda::BitPlace;
 using cuda::Mxfp4Packed;
@@ -107,5 +106,4 @@ TEST(Mxfp4TableTest, WeightsAreExactDownToTheSmallestFieldAndRoundedBelow) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::w4a8_table_test

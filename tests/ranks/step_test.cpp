@@ -1,8 +1,7 @@
 // A forward in three parts, and with sizes of its own: exact or fixed, in one pass or in several.
 #include "rank_layers.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::step_test {
 
 using testing::bitwise_equal;
 using testing::Case;
@@ -189,5 +188,4 @@ TEST(StepSizesTest, WorkspaceFollowsTheRowsThatAreLikely) {
   });
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::step_test

@@ -9,8 +9,7 @@
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/weights.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::activation_names_test {
 
 constexpr int kCount = 11;
 
@@ -89,5 +88,4 @@ TEST(ActivationResolveTest, RefusesParametersThatTheFormulaLacks) {
   EXPECT_THROW(resolve(Activation::kSwigluOai, {.situ_beta = 1.0F}), Error);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::activation_names_test

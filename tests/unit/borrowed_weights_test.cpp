@@ -7,8 +7,7 @@
 #include "fusedmoe/quant.h"
 #include "fusedmoe/selection.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::borrowed_weights_test {
 
 constexpr std::int64_t kExperts = 2, kHidden = 64, kInner = 32;
 
@@ -52,5 +51,4 @@ TEST(BorrowedWeightsTest, AreNotNeededAfterPack) {
   EXPECT_GE(packers, 2);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::borrowed_weights_test

@@ -8,8 +8,7 @@
 #include "temporary_directory.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::checkpoint_files_test {
 
 using testing::error_text;
 using testing::occurrences;
@@ -195,5 +194,4 @@ TEST_F(CheckpointFilesTest, DirectoryWithoutConfigOrWeights) {
             std::string::npos);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::checkpoint_files_test

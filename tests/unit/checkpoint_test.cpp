@@ -9,8 +9,7 @@
 #include "gtest/gtest.h"
 #include "temporary_directory.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::checkpoint_test {
 
 using testing::error_text;
 using testing::golden;
@@ -275,5 +274,4 @@ TEST(CheckpointTest, WeightsOutliveTheCheckpoint) {
   EXPECT_TRUE(std::isfinite(sum));
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::checkpoint_test

@@ -7,8 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::dlpack_test {
 
 TEST(DlpackTest, ViewCrossesBothWaysUnchanged) {
   std::vector<float> memory(24);
@@ -98,5 +97,4 @@ TEST(DlpackTest, RefusesWhatTheLibraryDoesNotHave) {
   EXPECT_THROW(from_dlpack(bad), Error);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::dlpack_test

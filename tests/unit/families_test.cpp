@@ -15,8 +15,7 @@
 #include "nlohmann/json.hpp"
 #include "temporary_directory.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::families_test {
 
 using testing::error_text;
 using testing::TemporaryDirectory;
@@ -191,5 +190,4 @@ TEST(FamilyTest, ConstantsCount) {
       << error;
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::families_test

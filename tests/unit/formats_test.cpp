@@ -13,8 +13,7 @@
 
 #include "fusedmoe/tensor.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::formats_test {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 const float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -380,5 +379,4 @@ TEST(ConvertTest, RefusesWhatItCannotConvert) {
       convert(TensorView(values, DType::kF32, {0, 2}), TensorView(values, DType::kF32, {0, 2})));
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::formats_test

@@ -9,8 +9,7 @@
 #include "layer_problem.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::fused_experts_test {
 
 using testing::bitwise_equal;
 using testing::compare;
@@ -188,5 +187,4 @@ TEST(FusedExpertsTest, FaultsAreNamedAndLeaveTheOutput) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::fused_experts_test

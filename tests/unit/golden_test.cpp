@@ -9,8 +9,7 @@
 #include "layer_problem.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::golden_test {
 
 using testing::compare;
 using testing::Difference;
@@ -92,5 +91,4 @@ TEST_P(GoldenTest, CpuInBFloat16) {
   expect_golden(GetParam(), "cpu_batched", DType::kBF16, kBFloat16);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::golden_test

@@ -12,8 +12,7 @@
 #include "layer_problem.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::hooks_test {
 
 using testing::bitwise_equal;
 using testing::compare;
@@ -271,5 +270,4 @@ TEST_P(UnfusedExperts, WhatHooksThrowLeavesTheForward) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::hooks_test

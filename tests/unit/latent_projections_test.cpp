@@ -10,8 +10,7 @@
 #include "layer_problem.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::latent_projections_test {
 
 using testing::bitwise_equal;
 using testing::compare;
@@ -124,5 +123,4 @@ TEST(LatentProjections, WhatDoesNotFitIsRefused) {
             "router_weights.weight");
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::latent_projections_test

@@ -12,8 +12,7 @@
 #include "malformed.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::layer_options_test {
 
 using testing::argument_of;
 using testing::bitwise_equal;
@@ -244,5 +243,4 @@ TEST(LayerTest, PackingRunsOnTheExecutorOfTheLayer) {
   EXPECT_GT(executor.calls, 0);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::layer_options_test

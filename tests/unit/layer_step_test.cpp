@@ -6,8 +6,7 @@
 #include "layer_problem.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::layer_step_test {
 
 using testing::bitwise_equal;
 using testing::LayerSpec;
@@ -81,5 +80,4 @@ TEST(LayerStepTest, ChunksAreForForwardAlone) {
   EXPECT_EQ(error.find("hidden_states: was 5 tokens; must be at most "), 0U) << error;
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::layer_step_test

@@ -38,8 +38,7 @@ std::atomic<std::int64_t> allocations{0};
   std::free(memory);
 }
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::layer_test {
 
 using testing::bitwise_equal;
 using testing::compare;
@@ -433,5 +432,4 @@ TEST(LayerTest, Moves) {
   EXPECT_TRUE(bitwise_equal(first.forward(x), before)) << "it may hold another layer";
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::layer_test

@@ -13,8 +13,7 @@
 #include "testing/cases.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::low_level_calls_test {
 
 using testing::bitwise_equal;
 using testing::Case;
@@ -337,5 +336,4 @@ TEST(MonolithicKernelTest, ExpertsGetLogitsAndRouter) {
   EXPECT_TRUE(bitwise_equal(output, x));
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::low_level_calls_test

@@ -12,8 +12,7 @@
 #include "fusedmoe/modular_kernel.h"
 #include "malformed.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::malformed_calls_test {
 
 using testing::expect_error;
 using testing::FakeExperts;
@@ -262,5 +261,4 @@ TEST_P(MonolithicFaults, NameTheArgumentAndLeaveTheOutput) {
   expect_fault("monolithic", GetParam());
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::malformed_calls_test

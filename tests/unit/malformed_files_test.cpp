@@ -9,8 +9,7 @@
 #include "safetensors_bytes.h"
 #include "temporary_directory.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::malformed_files_test {
 
 using testing::safetensors_bytes;
 using testing::TemporaryDirectory;
@@ -287,5 +286,4 @@ TEST(ConfigTest, DeepseekV2Methods) {
   EXPECT_EQ(grouped.router.scoring, ScoringFunc::kSoftmax);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::malformed_files_test

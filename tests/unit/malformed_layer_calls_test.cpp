@@ -11,8 +11,7 @@
 #include "layer_problem.h"
 #include "malformed.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::malformed_layer_calls_test {
 
 using testing::expect_error;
 using testing::kCuda;
@@ -322,5 +321,4 @@ TEST(LayerForwardTest, NegativeNumberOfTokens) {
   EXPECT_THROW(shared_layer().workspace_bytes(-1), Error);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::malformed_layer_calls_test

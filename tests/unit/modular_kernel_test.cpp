@@ -12,8 +12,7 @@
 #include "fusedmoe/tensor.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::modular_kernel_test {
 
 using testing::argument_of;
 using testing::bitwise_equal;
@@ -424,5 +423,4 @@ TEST(ModularKernelTest, DuplicateIdsBelongToTheStandardFormat) {
   for (float x : to_vector(call.output)) EXPECT_TRUE(std::isnan(x));
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::modular_kernel_test

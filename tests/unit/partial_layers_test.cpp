@@ -12,8 +12,7 @@
 #include "layer_problem.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::partial_layers_test {
 
 using testing::bitwise_equal;
 using testing::compare;
@@ -310,5 +309,4 @@ TEST(RouterlessLayerTest, TakesRoutedIdsOnly) {
   EXPECT_TRUE(bitwise_equal(output, expected));
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::partial_layers_test

@@ -13,8 +13,7 @@
 #include "prepare_call.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::prepare_finalize_test {
 
 using testing::bitwise_equal;
 using testing::fill_nan;
@@ -337,5 +336,4 @@ TEST(PrepareAndFinalizeTest, NoTokensNeedNothing) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::prepare_finalize_test

@@ -8,8 +8,7 @@
 #include "prepare_call.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::prepare_quantize_test {
 
 using testing::bitwise_equal;
 using testing::make_f32;
@@ -108,5 +107,4 @@ TEST_P(QuantizedDTypes, BatchedDispatchesCodesAndScales) {
   }
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::prepare_quantize_test

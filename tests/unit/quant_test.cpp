@@ -7,8 +7,7 @@
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::quant_test {
 
 TEST(QuantTest, NamedSchemesParseBack) {
   for (const NamedScheme& named : named_schemes()) {
@@ -96,5 +95,4 @@ TEST(DeviceTest, ZeroThreadsRestoresTheDefault) {
   EXPECT_EQ(num_threads(), otherwise);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::quant_test

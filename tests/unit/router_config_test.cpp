@@ -8,8 +8,7 @@
 
 #include "router_cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::router_config_test {
 
 using testing::make_router;
 
@@ -50,5 +49,4 @@ TEST(RouterConfigTest, NamesAreDistinct) {
   EXPECT_FALSE(names.contains(""));
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::router_config_test

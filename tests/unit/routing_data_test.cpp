@@ -12,8 +12,7 @@
 #include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::routing_data_test {
 
 using Ints = std::vector<std::int32_t>;
 
@@ -167,5 +166,4 @@ TEST(RoutingDataTest, BadArgumentsAreNamed) {
   EXPECT_THROW(routing_data_bytes(-1, 2, 3), Error);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::routing_data_test

@@ -18,8 +18,7 @@
 #include "fusedmoe/tensor.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::runtime_test {
 
 using testing::bitwise_equal;
 
@@ -126,5 +125,4 @@ TEST(RuntimeTest, AMissingDeviceHasAReasonAndIsAnError) {
   EXPECT_THROW(Event{kMissing}, Error);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::runtime_test

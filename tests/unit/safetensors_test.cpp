@@ -13,8 +13,7 @@
 #include "safetensors_bytes.h"
 #include "temporary_directory.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::safetensors_test {
 
 using testing::safetensors_bytes;
 using testing::TemporaryDirectory;
@@ -222,5 +221,4 @@ TEST_F(SafetensorsTest, ReadTensorsNeedNoFile) {
   EXPECT_TRUE(same_bytes(read, tensor));
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::safetensors_test

@@ -12,8 +12,7 @@
 #include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::scale_layout_test {
 
 Tensor random_bytes(const Shape& shape, DType dtype, std::uint8_t mask = 0xff) {
   testing::Random random(5);
@@ -115,5 +114,4 @@ TEST(ScaleLayoutTest, WrongShapesAreRefused) {
   EXPECT_THROW(pack_codes(flat, Tensor::zeros({5, 2}, DType::kI32), 8, CodeOrder::kAwq), Error);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::scale_layout_test

@@ -12,8 +12,7 @@
 #include "fusedmoe/tensor.h"
 #include "testing/cases.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::selection_test {
 
 MoeConfig gpt_oss_config() {
   MoeConfig config;
@@ -449,5 +448,4 @@ TEST(WorkspaceSizesTest, OutputAndWorkspace13ShareMemory) {
   EXPECT_EQ(sizes.common_bytes(), 300u);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::selection_test

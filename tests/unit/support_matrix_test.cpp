@@ -8,8 +8,7 @@
 #include "fusedmoe/selection.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::support_matrix_test {
 
 using testing::Variant;
 
@@ -100,5 +99,4 @@ TEST(SupportMatrixPageTest, HasALineForEachScheme) {
   EXPECT_NE(page.find("| reference | cpu "), std::string::npos);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::support_matrix_test

@@ -11,8 +11,7 @@
 #include "fusedmoe/layer.h"
 #include "gtest/gtest.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::tool_files_test {
 
 std::vector<std::filesystem::path> files_of(const char* directory) {
   const std::filesystem::directory_iterator entries(directory);
@@ -86,5 +85,4 @@ INSTANTIATE_TEST_SUITE_P(OfTools, FileTest, ::testing::ValuesIn(files_of(FUSEDMO
 INSTANTIATE_TEST_SUITE_P(OfOtherForms, FileTest, ::testing::ValuesIn(files_of(FUSEDMOE_FORMS_DIR)),
                          test_name);
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::tool_files_test

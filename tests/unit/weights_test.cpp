@@ -9,8 +9,7 @@
 #include "fusedmoe/tensor.h"
 #include "gtest/gtest.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::weights_test {
 
 constexpr std::int64_t kExperts = 3, kHidden = 64, kInner = 32;
 
@@ -369,5 +368,4 @@ TEST(FromStackedTest, TiledScalesEqualFlatOnes) {
   EXPECT_NE(error_of([&] { mxfp4_weights(tiled); }).find("w2_scales: was u8"), std::string::npos);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::weights_test

@@ -12,8 +12,7 @@
 #include "layer_problem.h"
 #include "testing/compare.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::zero_experts_test {
 
 using testing::bitwise_equal;
 using testing::compare;
@@ -174,5 +173,4 @@ TEST(ZeroExpertsTest, WhatDoesNotFitIsRefused) {
   EXPECT_NE(error.find("12 at [0, 2]; must be -1 or in [0, 12)"), std::string::npos) << error;
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::zero_experts_test
