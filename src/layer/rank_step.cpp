@@ -7,9 +7,6 @@
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "layer/backend.h"
-#include "layer/device_messages.h"
-#include "layer/host_messages.h"
-#include "layer/rows_in_place.h"
 
 namespace fusedmoe::layer {
 namespace {
@@ -108,19 +105,6 @@ StepSizes::StepSizes(const RankRules& rules, const ProblemSize& caller, const Pr
   const bool all = fixed || rules.one_pass || rules.receive_capacity > 0;
   max_rows = all ? 0 : room_for_rows(rules, slots, topk);
   if (max_rows >= capacity * topk) max_rows = 0;
-}
-
-std::unique_ptr<RankStep> RankStep::make(const RankRules& rules, const StepSizes& sizes,
-                                         void* memory) {
-  switch (rules.way) {
-    case RowWay::kInPlace:
-      return std::make_unique<RowsInPlace>(rules, sizes, memory);
-    case RowWay::kHostMessages:
-      return std::make_unique<HostMessages>(rules, sizes, memory);
-    case RowWay::kDeviceMessages:
-      return std::make_unique<DeviceMessages>(rules, sizes, memory);
-  }
-  return nullptr;
 }
 
 RankStep::RankStep(const RankRules& rules, const StepSizes& sizes, void* memory,

@@ -100,6 +100,7 @@ TEST(CCallOptionsTest, OfFusedExpertsAreObeyedOrRefused) {
             CALL(stream, c.args.stream = &c; c.refused("stream");)
       },
       sizeof(T));
+#undef CALL
 }
 
 /// The caller's threads, or what is none of that.
