@@ -1,4 +1,4 @@
-"""Fused Mixture-of-Experts layers on the CPU and on Hopper GPUs.
+"""Fused Mixture-of-Experts layers on the CPU and on NVIDIA GPUs.
 
 Arrays may be of NumPy, PyTorch, CuPy, JAX or anything else with DLPack; none of them is needed, and
 nothing is copied. A bad call raises ValueError, what nothing here can serve NotImplementedError,
