@@ -263,7 +263,8 @@ std::string sentence(const CLI::ParseError& error, const CommandInfo* command) {
 /// The option that became this argument of the library; null: the command has none.
 const OptionInfo* option_of(const CommandInfo& command, std::string argument) {
   constexpr std::pair<std::string_view, std::string_view> kOtherNames[] = {
-      {"scheme", "--schemes"}, {"calibration", "--calibrate"}, {"require", "--experts"}};
+      {"scheme", "--schemes"},  {"calibration", "--calibrate"}, {"require", "--experts"},
+      {"num-hosts", "--hosts"}, {"num-groups", "--groups"},     {"placements[0]", "--placement"}};
   std::replace(argument.begin(), argument.end(), '_', '-');
   const OptionInfo* option = command.find("--" + argument);
   if (!option) option = command.find(argument);  // by its place

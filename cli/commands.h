@@ -14,6 +14,7 @@ void add_explain(Program& program);
 void add_families(Program& program);
 void add_doctor(Program& program);
 void add_bench(Program& program);
+void add_balance(Program& program);
 void add_compare(Program& program);
 void add_tune(Program& program);
 void add_completion(Program& program);

@@ -3,9 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <string_view>
+#include <system_error>
 #include <vector>
 
 #include "fusedmoe/safetensors.h"
@@ -117,6 +119,27 @@ RecordedRouting replay_routing(const std::string& path, std::int64_t num_experts
   }
   load_statistics(routing.topk_ids, num_experts);  // checks every id
   return routing;
+}
+
+LoadStatistics recorded_load(const std::string& path) {
+  const SafetensorsFile file = SafetensorsFile::open(path);
+  const auto recorded = file.metadata().find(kNumExperts);
+  std::int64_t num_experts = 0;
+  if (recorded != file.metadata().end()) {
+    const std::string& text = recorded->second;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), num_experts);
+    if (error != std::errc() || end != text.data() + text.size()) num_experts = 0;
+  }
+  if (num_experts < 1) {
+    throw Error::invalid(path, fmt::format("{} does not say how many experts there are: its "
+                                           "metadata needs {}, as --record-routing writes it",
+                                           path, kNumExperts));
+  }
+  try {
+    return load_statistics(file.tensor("topk_ids"), num_experts);
+  } catch (const Error& error) {
+    throw error.within(path);
+  }
 }
 
 }  // namespace fusedmoe::cli

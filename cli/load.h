@@ -30,5 +30,7 @@ void record_routing(const std::string& path, const RecordedRouting& routing,
 /// Throws Error for a file of another number of experts or choices, or with ids out of range.
 RecordedRouting replay_routing(const std::string& path, std::int64_t num_experts,
                                std::int64_t topk);
+/// What experts had to do by the ids of such a file. Throws Error for a file without them.
+LoadStatistics recorded_load(const std::string& path);
 
 }  // namespace fusedmoe::cli

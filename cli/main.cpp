@@ -20,6 +20,7 @@ void add_commands(Program& program) {
   add_families(program);
   add_doctor(program);
   add_bench(program);
+  add_balance(program);
   add_compare(program);
   add_tune(program);
   add_completion(program);

@@ -50,6 +50,33 @@ case $situation in
     refuses 'exists and is no empty directory' quantize --checkpoint plain --scheme nvfp4 --output awq
     [[ ! -e other ]] || fail "a directory left behind"
     ;;
+  balance)
+    succeeds bench --shape 64x64x16x2 --min-samples 1 --max-seconds 0.05 --tokens 64 --skew zipf \
+      --record-routing ids.safetensors
+    plan=(balance --routing ids.safetensors --ep 4)
+    succeeds "${plan[@]}" --output moved.json
+    says '^moved.json: 16 experts and 0 copies on 4 ranks, [0-9]+ of them moved$'
+    says '^busiest rank over the mean: [2-4]\.[0-9]+ before, 1\.[0-9]+ after$'
+    grep -Eq '^\{"num_experts":16,"num_ranks":4,"physical_to_logical":\[([0-9]+,){15}[0-9]+\],' \
+      moved.json || fail "no placement"
+    succeeds "${plan[@]}" --placement moved.json --output again.json --json
+    says '"before":1\.[0-9]+,"after":1\.[0-9]+,"moves":0\}$'
+    cmp moved.json again.json || fail "what is balanced moves"
+    succeeds "${plan[@]}" --redundant 8 --hosts 2 --groups 4 --output copies.json
+    says '^copies.json: 16 experts and 8 copies on 4 ranks, '
+    succeeds "${plan[@]}" --redundant 8 --placement moved.json --output more.json
+    wrong '^error: --redundant: was 3; must be a number such as 4, so that 4 ranks' "${plan[@]}" \
+      --redundant 3 --output other.json
+    wrong '^error: --placement: was 16 experts on 4 ranks; must be 16 experts on 8' balance \
+      --routing ids.safetensors --ep 8 --placement moved.json --output other.json
+    wrong '^error: --groups requires --hosts$' "${plan[@]}" --groups 4 --output other.json
+    refuses '^error: cannot open nofile: ' balance --routing nofile --ep 4 --output other.json
+    synth qwen3_tiny
+    wrong '^error: --hosts: was 3; must be a divisor of the number of ranks, 4$' "${plan[@]}" \
+      --hosts 3 --output other.json
+    refuses '^error: model/input.safetensors does not say how many experts there are' balance --routing model/input.safetensors --ep 4 --output other.json
+    [[ ! -e other.json ]] || fail "a file of a run that failed"
+    ;;
   synth_refuses)
     refuses 'gpt-9.*gpt-oss-20b' synth --model gpt-9 --out model
     refuses 'nowhere.json' synth --config nowhere.json --out model
