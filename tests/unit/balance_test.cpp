@@ -13,8 +13,7 @@
 
 #include "error_text.h"
 
-namespace fusedmoe {
-namespace {
+namespace fusedmoe::balance_test {
 
 using Ids = std::vector<std::int32_t>;
 using Loads = std::vector<double>;
@@ -317,5 +316,4 @@ TEST(BalanceTest, NoLoadMovesNothing) {
   EXPECT_EQ(layer.after, 0);
 }
 
-}  // namespace
-}  // namespace fusedmoe
+}  // namespace fusedmoe::balance_test
