@@ -101,10 +101,7 @@ void ConfigKeys::check_known(std::string_view of,
       return std::find(list.begin(), list.end(), key) != list.end();
     });
     if (listed || value.is_null()) continue;
-    const bool word = std::all_of(key.begin(), key.end(), [](unsigned char c) {
-      return std::isalnum(c) != 0 || c == '_' || c == '-';
-    });
-    const std::string name = label(word ? key : files::quote(key));
+    const std::string name = label_of_unknown(key);
     throw Error::unsupported(
         Reason::kQuantScheme, name,
         core::format("{} is {}: nothing here knows that key of {}, and it may change what the "
@@ -134,6 +131,14 @@ std::string ConfigKeys::missing(std::string_view key) const {
 
 std::string ConfigKeys::label(std::string_view key) const {
   return core::format("{}.{}", path_, key);
+}
+
+std::string ConfigKeys::label_of_unknown(const std::string& key) const {
+  constexpr std::size_t kLongest = 100;
+  const bool word = std::all_of(key.begin(), key.end(), [](unsigned char c) {
+    return std::isalnum(c) != 0 || c == '_' || c == '-';
+  });
+  return label(word && key.size() <= kLongest ? key : files::quote(key));
 }
 
 std::string ConfigKeys::text(const nlohmann::json& value) {

@@ -43,6 +43,8 @@ class ConfigKeys {
   const nlohmann::json& node() const { return *node_; }
   const std::string& path() const { return path_; }
   std::string label(std::string_view key) const;
+  /// Of a key that nobody listed: in quotes unless it is a word.
+  std::string label_of_unknown(const std::string& key) const;
   static std::int64_t integer_of(const nlohmann::json& value, const std::string& label,
                                  std::int64_t low, std::int64_t high);
   static bool boolean_of(const nlohmann::json& value, const std::string& label);

@@ -2,9 +2,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <set>
 
-#include "checkpoint/embedded.h"
 #include "core/check.h"
 #include "files/safetensors_header.h"
 
@@ -14,47 +12,6 @@ namespace {
 std::string plain_text(const nlohmann::json& value) {
   if (value.is_string()) return value.get<std::string>();
   return value.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-}
-
-/// Every key that the family reads.
-std::set<std::string> known_keys(const FamilyRow& row) {
-  std::set<std::string> known(row.ignores.begin(), row.ignores.end());
-  const auto add = [&](const auto&... settings) {
-    (known.insert(settings.keys.begin(), settings.keys.end()), ...);
-  };
-  add(row.num_layers, row.latent_width, row.hidden, row.intermediate, row.num_experts, row.topk,
-      row.scoring, row.renormalize, row.scaling, row.num_groups, row.topk_group, row.zero_experts,
-      row.sparsemixer, row.has_correction_bias, row.shared_count, row.shared_width,
-      row.average_with_shared, row.activation, row.alpha, row.beta, row.limit, row.shared_limit);
-  if (row.topk_method) add(*row.topk_method);
-  for (const Requirement& required : row.required) known.insert(required.key);
-  return known;
-}
-
-/// Every entry of a list with one for each layer; else the value itself.
-template <typename Predicate>
-bool all_values(const nlohmann::json& value, const Predicate& predicate) {
-  if (!value.is_array()) return predicate(value);
-  return std::all_of(value.begin(), value.end(), predicate);
-}
-
-/// Keys that say what the family does anyway.
-bool says_the_same(const FamilyRow& row, const std::string& key, const nlohmann::json& value) {
-  if (key == "scoring_func" || key == "score_function" || key == "score_func") {
-    return value.is_string() && row.scoring.otherwise == value.get<std::string>();
-  }
-  // GGUF: 1 is softmax, 2 sigmoid, 3 softmax of the chosen.
-  if (key == "expert_gating_func") {
-    const std::string scoring = row.scoring.otherwise.value_or("");
-    return value == (scoring == "softmax" ? 1 : scoring == "sigmoid" ? 2 : 3);
-  }
-  if (key == "norm_topk_prob" || key == "moe_renormalize" || key == "route_norm" ||
-      key == "expert_weights_norm") {
-    // Dividing the weights of topk_softmax by their sum, which is 1, changes nothing.
-    return row.scoring.otherwise == "topk_softmax" ||
-           (value.is_boolean() && row.renormalize.otherwise == value.get<bool>());
-  }
-  return false;
 }
 
 }  // namespace
@@ -155,7 +112,6 @@ std::string Settings::string(const Setting<std::string>& setting) const {
 }
 
 void check_requirements(const FamilyRow& row, const Settings& settings) {
-  static const nlohmann::json kShared = nlohmann::json::parse(embedded_text("shared.json"));
   const ConfigKeys& keys = settings.keys();
   for (const Requirement& required : row.required) {
     const nlohmann::json* value = keys.find(required.key);
@@ -163,32 +119,15 @@ void check_requirements(const FamilyRow& row, const Settings& settings) {
       return std::find(required.values.begin(), required.values.end(), each.dump()) !=
              required.values.end();
     };
-    if (value ? all_values(*value, served) : served(nullptr)) continue;
+    const bool list = value && value->is_array();
+    if (list ? std::all_of(value->begin(), value->end(), served)
+             : served(value ? *value : nlohmann::json())) {
+      continue;
+    }
     throw Error::unsupported(
         Reason::kModel, keys.label(required.key),
         core::format("{} of {}: {} is not served: {}", keys.label(required.key), row.name,
                      value ? ConfigKeys::text(*value) : "absent", required.because));
-  }
-  const std::set<std::string> known = known_keys(row);
-  const auto check = [&](const std::string& key, const nlohmann::json& neutral) {
-    const nlohmann::json* value = keys.find(key);
-    if (!value || known.contains(key) || says_the_same(row, key, *value)) return;
-    const bool changes_nothing = all_values(*value, [&](const nlohmann::json& each) {
-      return std::find(neutral.begin(), neutral.end(), each) != neutral.end();
-    });
-    if (changes_nothing) return;
-    throw Error::unsupported(
-        Reason::kModel, keys.label(key),
-        core::format("{} is {}, which models of the family {} do not have: this is another model "
-                     "than its model_type says",
-                     keys.label(key), ConfigKeys::text(*value), row.name));
-  };
-  for (const auto& [key, neutral] : kShared["meaning"].items()) check(key, neutral);
-  // Names that no family has yet.
-  for (const auto& [word, neutral] : kShared["meaning_of_words"].items()) {
-    for (const std::string& key : keys.names()) {
-      if (key.find(word) != key.npos && !kShared["meaning"].contains(key)) check(key, neutral);
-    }
   }
 }
 

@@ -59,8 +59,7 @@ class Settings {
   std::optional<std::int64_t> layer_;
 };
 
-/// Throws Error for a value that the family cannot serve, and for a key that means something in
-/// other families and nothing in this one: the model is then not what its model_type says.
+/// Throws Error for a value that the family cannot serve.
 void check_requirements(const FamilyRow& row, const Settings& settings);
 
 }  // namespace fusedmoe::checkpoint

@@ -11,6 +11,7 @@
 #include "checkpoint/layer_formats.h"
 #include "checkpoint/model_config.h"
 #include "checkpoint/quant_config.h"
+#include "checkpoint/unknown_keys.h"
 #include "core/check.h"
 #include "files/json.h"
 #include "files/safetensors_header.h"
@@ -208,6 +209,8 @@ ParsedConfig::ParsedConfig(std::string_view config_json, const Family& family)
   const Keys keys(*node_);
   check_rotation(Keys(*root_));
   check_rotation(keys);
+  check_unknown_keys(*row_, keys);
+  if (node_ != root_.get()) check_unknown_keys(*row_, Keys(*root_));
   std::optional<Keys> quantization;
   for (const char* key : kKeys) {
     for (const Keys& object : {Keys(*root_), keys}) {
