@@ -177,6 +177,18 @@ void share_input_scales(Communicator& communicator, ExpertWeights& weights) {
   each_scale([&](TensorView& scale, int gemm) { scale = there.select(0, gemm); });
 }
 
+/// Of weights that came from files: ranks quantize rows for each other.
+void check_same_scales(Communicator& communicator, const PackedWeights::Info& info) {
+  const float mine[] = {info.a1_scale.value_or(0), info.a2_scale.value_or(0)};
+  const std::string text(reinterpret_cast<const char*>(mine), sizeof mine);
+  for (const std::string& other : communicator.gather(text, "making a layer")) {
+    if (other == text) continue;
+    throw Error::invalid("options.packed_weights",
+                         "options.packed_weights of the ranks have static activation scales that "
+                         "differ: save them from layers of one communicator");
+  }
+}
+
 /// A layer whose rows stay on this rank: what is said of other ranks would be ignored.
 void check_one_rank(const LayerWeights& weights, const LayerOptions& options) {
   const ParallelConfig& parallel = options.parallel;
@@ -252,6 +264,7 @@ MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
   try {
     share_input_scales(*communicator, weights.experts);
     impl_ = std::make_unique<Impl>(weights, options, selection);
+    check_same_scales(*communicator, impl_->packed->info());
     impl_->chunk = least_chunk(*communicator, impl_->chunk);
   } catch (...) {
     communicator->abort(core::current_exception_text());

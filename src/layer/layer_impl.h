@@ -114,6 +114,8 @@ struct MoeLayer::Step::Impl {
   void compute();
   void finish();
 
+  enum class Part { kBegin, kCompute, kFinish };
+  Part done = Part::kBegin;  // begun is what a caller gets
   const MoeLayer::Impl& layer;
   const Call call;
   const MoeLayer::Impl::Sizes sizes;

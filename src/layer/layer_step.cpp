@@ -138,12 +138,21 @@ Impl& given(const std::unique_ptr<Impl>& step) {
 
 }  // namespace
 
+// A part out of order is refused before anything of it runs, and ends no communicator.
 void MoeLayer::Step::compute() {
   Impl& step = given(impl_);
+  if (step.done != Impl::Part::kBegin) {
+    throw Error::invalid("step", "compute() comes once, behind begin()");
+  }
+  step.done = Impl::Part::kCompute;
   step.layer.ending_ranks([&] { step.compute(); });
 }
 void MoeLayer::Step::finish() {
   Impl& step = given(impl_);
+  if (step.done != Impl::Part::kCompute) {
+    throw Error::invalid("step", "finish() comes once, behind compute()");
+  }
+  step.done = Impl::Part::kFinish;
   step.layer.ending_ranks([&] { step.finish(); });
 }
 

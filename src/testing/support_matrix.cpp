@@ -25,7 +25,8 @@ capability 9.0. A cell is
 * else the code of the reason. `fusedmoe explain` says it in words.
 
 Each `yes` of `reference` and `cpu`, with each of its variants, is a test:
-`tests/unit/support_matrix_test.cpp`. Those of `sm90` and `sm80` are tested on a GPU, in `tests/cuda/`.
+`tests/unit/support_matrix_test.cpp`. Those of `sm90` and `sm80` have theirs in `tests/cuda/`, which
+need a GPU: [what ran where](cuda-sm80.md).
 
 )";
 

@@ -38,7 +38,9 @@ class CudaExperts final : public core::RoutedExperts {
               const MoeConfig& config, const Context& context);
 
   bool accepts(const PackedWeights& weights) const override {
-    return dynamic_cast<const CudaPackedWeights*>(&weights) &&
+    const auto* packed = dynamic_cast<const CudaPackedWeights*>(&weights);
+    // Rows in f16 and in bf16 have formats of their own for the same scheme.
+    return packed && packed->format().name == format().name &&
            core::matches(weights.info(), config()) &&
            (!config().compute_capability ||
             plans_for(config(), multiprocessor_count(config().device)));
@@ -351,11 +353,10 @@ void CudaExperts::run_standard(const ForwardArgs& args, const Scratch& scratch,
 }
 
 void CudaExperts::run_routed(const ForwardArgs& args) const {
-  ProblemSize problem = core::experts_problem(*this, args);
+  const ProblemSize problem = core::experts_problem(*this, args);
   if (problem.num_tokens == 0) return;
-  // The kernel of one token reads no codes. Where rows come quantized, there is room for two.
-  if (rows_.are_coded(args)) problem.num_tokens = std::max<std::int64_t>(problem.num_tokens, 2);
-  const KernelConfig config = planner_.config_for(problem, args.kernel_config);
+  const KernelConfig config =
+      planner_.config_for(problem, args.kernel_config, rows_.are_coded(args));
   const Scratch scratch = planner_.scratch_of(problem, config, args.workspace2);
   if (batched()) return run_batched(args, scratch, config);
   if (config.one_token) {

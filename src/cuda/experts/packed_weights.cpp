@@ -179,9 +179,22 @@ void PackedMatrices::take_from(const PackedParts& parts, const std::string& pref
       origin.first_row = core::slice_position(*position++, prefix + "first");
       origin.first_col = core::slice_position(*position++, prefix + "first");
       for (const auto& [name, member] : Origin::kTensors) {
-        const auto found = parts.find(core::format("{}{}.{}.{}", prefix, expert, half, name));
+        const std::string part = core::format("{}{}.{}.{}", prefix, expert, half, name);
+        const auto found = parts.find(part);
+        const bool is_largest = member == &Origin::largest_scales;
+        const bool exists = half == 0 || gated_;
+        if (is_largest && format_->relative_scales && exists) {
+          core::part(parts, part, DType::kF32, {width_});
+        }
         if (found == parts.end()) continue;
         const Tensor& given = found->second;
+        // unpack() reads vectors as f32, and validates the shapes of what it returns.
+        FUSEDMOE_CHECK_FAULT(
+            exists && given.contiguous() &&
+                (given.rank() == 2 || (given.rank() == 1 && given.dtype() == DType::kF32)),
+            kShape, part,
+            core::format("{} {}", fusedmoe::name(given.dtype()), to_string(given.shape())),
+            "a matrix, or a vector of f32");
         origin.*member = Tensor::empty(given.shape(), given.dtype());
         copy(given, origin.*member, Stream{});
       }

@@ -80,8 +80,9 @@ MlpShape Planner::shape_of(const ProblemSize& problem) const {
   return shape;
 }
 
-KernelConfig Planner::config_for(const ProblemSize& problem, int requested) const {
-  const MlpShape shape = shape_of(problem);
+KernelConfig Planner::config_for(const ProblemSize& problem, int requested, bool coded) const {
+  MlpShape shape = shape_of(problem);
+  if (coded) shape.has_one_token = false;
   const auto configs = family_.configs();
   if (requested >= 0 && requested < static_cast<int>(configs.size())) {
     const KernelConfig& config = configs[static_cast<std::size_t>(requested)];

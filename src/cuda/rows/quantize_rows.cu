@@ -59,6 +59,7 @@ struct DequantizeParams {
   const void* scales;
   std::int64_t scales_of_row;
   std::int64_t columns;
+  std::int64_t row_bytes;  // from one row's codes to the next one's
   void* out;
 };
 
@@ -227,11 +228,9 @@ __device__ float scale_of(const DequantizeParams& p, std::int64_t row, std::int6
 /// The codes of 8 columns.
 __device__ std::uint64_t codes_of(const DequantizeParams& p, std::int64_t row,
                                   std::int64_t column) {
-  if (p.format.e2m1) {
-    const std::uint8_t* codes = p.codes + row * (p.columns / 2);
-    return *reinterpret_cast<const std::uint32_t*>(codes + column / 2);
-  }
-  return *reinterpret_cast<const std::uint64_t*>(p.codes + row * p.columns + column);
+  const std::uint8_t* codes = p.codes + row * p.row_bytes;
+  if (p.format.e2m1) return *reinterpret_cast<const std::uint32_t*>(codes + column / 2);
+  return *reinterpret_cast<const std::uint64_t*>(codes + column);
 }
 
 /// What they stand for, in 16 bytes at a time.
@@ -316,6 +315,11 @@ DequantizeParams params_of(const core::QuantizedViews& in, const QuantKey& key,
   params.scales = in.scales.data();
   params.scales_of_row = core::scales_per_row(key, columns);
   params.columns = columns;
+  params.row_bytes = bytes(in.values.dtype(), in.values.stride(0));
+  const int read = params.format.e2m1 ? 4 : 8;  // bytes at a time
+  FUSEDMOE_CHECK(params.row_bytes % read == 0 || in.values.size(0) < 2, "hidden_states",
+                 core::format("rows {} bytes apart", params.row_bytes),
+                 core::format("rows of codes a multiple of {} bytes apart", read));
   return params;
 }
 
