@@ -20,11 +20,11 @@ GROUPS = {
     "experts": ("Experts and their selection", "modular_kernel experts selection"),
     "router": ("Router", "router"),
     "quantization": ("Number formats", "quant"),
-    "ranks": ("Ranks", "comm parallel wait_hook"),
+    "ranks": ("Ranks", "comm parallel balance wait_hook"),
     "runtime": ("Tensors, devices, errors", "tensor runtime dlpack error export version"),
 }
 C = {
-    "c": ("C: layers", "fusedmoe"),
+    "c": ("C: layers", "fusedmoe fusedmoe_selection"),
     "c_quant": ("C: number formats", "fusedmoe_quant"),
     "c_ranks": ("C: ranks", "fusedmoe_ranks"),
 }

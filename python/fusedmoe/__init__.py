@@ -27,11 +27,18 @@ from .quant import (
     quantize_weights,
     schemes,
 )
-from .ranks import Communicator, linear_placement, round_robin_placement
+from .ranks import (
+    BalancedLayer,
+    Communicator,
+    balance,
+    linear_placement,
+    round_robin_placement,
+)
 from .router import route, router_logits
 from .selection import Candidate, Selection, explain
 
 __all__ = [
+    "BalancedLayer",
     "Candidate",
     "Checkpoint",
     "Communicator",
@@ -42,6 +49,7 @@ __all__ = [
     "Tensor",
     "__version__",
     "as_tensor",
+    "balance",
     "clear_cache",
     "cpu_isa",
     "cuda_device_count",

@@ -1,7 +1,7 @@
 """The ranks of a layer: communicators, and which rank holds which expert."""
 
 import os
-from typing import Any, Callable, List, Optional, TypeVar, Union
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, TypeVar, Union
 
 from . import _core
 
@@ -284,3 +284,52 @@ def linear_placement(num_experts: int, num_ranks: int, redundant: int = 0) -> st
 def round_robin_placement(num_experts: int, num_ranks: int) -> str:
     """Expert e on rank e % num_ranks, as JSON."""
     return _core.make_placement("round_robin", num_experts, num_ranks, 0)
+
+
+class BalancedLayer(NamedTuple):
+    """What balance() makes of a layer's loads."""
+
+    placement: str
+    """JSON, for placement= of a layer."""
+    before: float
+    """Load of the busiest rank over the mean of all, with the placement that there was."""
+    after: float
+    """The same with the new placement; 1 is even, 0 without loads."""
+
+
+def balance(
+    loads: Any,
+    num_ranks: int,
+    *,
+    redundant: int = 0,
+    num_hosts: int = 1,
+    num_groups: int = 0,
+    placements: Sequence[str] = (),
+) -> List[BalancedLayer]:
+    """Spreads the experts of each layer over ranks by DeepSeek's algorithm (EPLB).
+
+    Args:
+        loads: (layers, experts), tokens that chose each, or (experts) of one layer: lists, or an
+            array that has tolist().
+        num_ranks: each holds equally many experts.
+        redundant: copies beyond one of each expert; the busiest are copied.
+        num_hosts: above 1, each host holds whole groups, and the copies of an expert share a host.
+        num_groups: consecutive experts of equal number; 0: each is one of its own.
+        placements: what the ranks hold now, one for all layers or one for each. An expert that
+            stays on its rank keeps its place there. Empty: linear_placement().
+    """
+    rows = loads.tolist() if hasattr(loads, "tolist") else list(loads)
+    if not rows or not hasattr(rows[0], "__len__"):
+        rows = [rows]
+    if any(len(row) != len(rows[0]) for row in rows):
+        raise ValueError("loads: the layers have different numbers of experts")
+    layers = _core.balance(
+        [load for row in rows for load in row],
+        len(rows[0]),
+        num_ranks,
+        redundant,
+        num_hosts,
+        num_groups,
+        list(placements),
+    )
+    return [BalancedLayer(*layer) for layer in layers]

@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
@@ -9,8 +10,11 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
+#include "fusedmoe/balance.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/wait_hook.h"
 #include "module.h"
@@ -114,6 +118,22 @@ PyCommunicator create_with_nccl(int rank, int size, const nb::callable& gather,
   return PyCommunicator(make_communicator(rank, size, std::move(control), options, nccl));
 }
 
+/// (placement as JSON, before, after) of each layer.
+std::vector<std::tuple<std::string, double, double>> balance_loads(
+    const std::vector<double>& loads, std::int64_t num_experts, int num_ranks,
+    std::int64_t redundant, int num_hosts, std::int64_t num_groups,
+    const std::vector<std::string>& placements) {
+  BalanceOptions options{num_ranks, redundant, num_hosts, num_groups, {}};
+  for (const std::string& json : placements) {
+    options.placements.push_back(ExpertPlacement::parse(json));
+  }
+  std::vector<std::tuple<std::string, double, double>> layers;
+  for (const BalancedLayer& layer : balance(loads, num_experts, options)) {
+    layers.emplace_back(layer.placement.json(), layer.before, layer.after);
+  }
+  return layers;
+}
+
 }  // namespace
 
 void read_ranks(const nb::dict& settings, LayerOptions& options) {
@@ -195,6 +215,9 @@ void bind_ranks(nb::module_& module) {
         return ExpertPlacement::round_robin(num_experts, num_ranks).json();
       },
       nb::arg("kind"), nb::arg("num_experts"), nb::arg("num_ranks"), nb::arg("redundant"));
+  module.def("balance", &balance_loads, nb::arg("loads"), nb::arg("num_experts"),
+             nb::arg("num_ranks"), nb::arg("redundant"), nb::arg("num_hosts"),
+             nb::arg("num_groups"), nb::arg("placements"));
 }
 
 }  // namespace fusedmoe::python

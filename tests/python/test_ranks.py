@@ -78,6 +78,30 @@ def test_threads_give_the_bits_of_one_rank():
         assert np.array_equal(np.concatenate(parts), expected)
 
 
+def test_balanced_ranks_give_the_bits_of_one():
+    _, _, gate, x = tensors()
+    ids = np.argsort(-(x @ gate.T), axis=1)[:, :2]
+    loads = np.bincount(ids.ravel(), minlength=EXPERTS) * [9, 5, 1, 1]
+    one, two = fusedmoe.balance(np.stack([loads, loads[::-1]]), RANKS, redundant=2)
+    assert 1 <= one.after <= one.before
+    assert one == fusedmoe.balance(loads.tolist(), RANKS, redundant=2)[0]
+    (again,) = fusedmoe.balance(loads, RANKS, redundant=2, placements=[one.placement])
+    assert again.placement == one.placement and again.before == one.after
+    assert two.placement != one.placement
+    communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
+    parts = run_threads(lambda r: forward(communicators[r], placement=one.placement))
+    assert np.array_equal(np.concatenate(parts), layer()(x))
+    for match, call in {
+        "redundant: was 1; must be": lambda: fusedmoe.balance(loads, RANKS, redundant=1),
+        "loads.*different numbers": lambda: fusedmoe.balance([[1, 2], [3]], RANKS),
+        r"loads\[1\]: was -1": lambda: fusedmoe.balance([1, -1], RANKS),
+        "num_experts: was 0": lambda: fusedmoe.balance([], RANKS),
+        "placement: was no JSON": lambda: fusedmoe.balance(loads, RANKS, placements=["x"]),
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            call()
+
+
 def test_rows_that_do_not_fit_are_counted():
     communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
 
