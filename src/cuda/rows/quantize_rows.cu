@@ -316,10 +316,10 @@ DequantizeParams params_of(const core::QuantizedViews& in, const QuantKey& key,
   params.scales_of_row = core::scales_per_row(key, columns);
   params.columns = columns;
   params.row_bytes = bytes(in.values.dtype(), in.values.stride(0));
-  const int read = params.format.e2m1 ? 4 : 8;  // bytes at a time
+  const std::int64_t read = params.format.e2m1 ? 4 : 8;  // bytes at a time
   FUSEDMOE_CHECK(params.row_bytes % read == 0 || in.values.size(0) < 2, "hidden_states",
-                 core::format("rows {} bytes apart", params.row_bytes),
-                 core::format("rows of codes a multiple of {} bytes apart", read));
+                 "rows " + core::to_string(params.row_bytes) + " bytes apart",
+                 "rows of codes a multiple of " + core::to_string(read) + " bytes apart");
   return params;
 }
 
