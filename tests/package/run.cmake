@@ -103,11 +103,12 @@ if(EXISTS ${WORK}/prefix/include/fusedmoe.h)
   run(${WORK}/build/consumer_c)
 endif()
 
-# The block of README.md, as a project.
+# The block of README.md, in a project that has a program.
 file(READ ${SOURCE}/README.md readme)
 string(REGEX MATCH "```cmake\n([^`]*)```" found "${readme}")
 file(WRITE ${WORK}/readme/CMakeLists.txt
-  "cmake_minimum_required(VERSION 3.25)\nproject(app LANGUAGES CXX)\n${CMAKE_MATCH_1}")
+  "cmake_minimum_required(VERSION 3.25)\nproject(app LANGUAGES CXX)\n"
+  "add_executable(app app.cpp)\n${CMAKE_MATCH_1}")
 file(COPY_FILE ${SOURCE}/tests/package/consumer.cpp ${WORK}/readme/app.cpp)
 run(${CMAKE_COMMAND} -S ${WORK}/readme -B ${WORK}/readme/build -G ${GENERATOR}
   -DCMAKE_PREFIX_PATH=${WORK}/prefix)
