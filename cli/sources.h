@@ -1,4 +1,5 @@
-// Where subcommands get layers and hidden states from: their options, and what these name.
+// What several subcommands read: a layer of a checkpoint and hidden states of a file. Here are the
+// options that name them, and the functions that open what was named.
 #pragma once
 
 #include <cstdint>

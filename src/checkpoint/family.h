@@ -1,5 +1,5 @@
-// The descriptions of model families. The built-in ones are the JSON files in families/, compiled
-// in.
+// The descriptions of model families. Those that the library brings along are the JSON files in
+// families/; the build compiles their text into it.
 #pragma once
 
 #include <memory>

@@ -42,7 +42,8 @@ struct ExpertLayout {
   std::string w3_bias;
 };
 
-/// The shared experts' linear layers. Without `up`, `gate` holds both halves, (2I, H).
+/// Names of the shared experts' linear layers. Where `up` is empty, the tensor `gate` holds gate
+/// and up, one behind the other: (2I, H).
 struct SharedNames {
   std::string gate, up, down;
 };

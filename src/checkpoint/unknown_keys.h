@@ -6,9 +6,9 @@
 
 namespace fusedmoe::checkpoint {
 
-/// Throws Error for a key that changes what experts or router compute, as far as its name tells,
-/// and that means nothing to the family: the model is then not what its model_type says. Objects
-/// below are judged where the family reads from them.
+/// Throws Error for a key that the family does not know and whose name says that it may change what
+/// the experts or the router compute: the model is then not the one that its model_type names.
+/// Objects within the config are searched too, if the family reads keys of theirs.
 void check_unknown_keys(const FamilyRow& row, const ConfigKeys& keys);
 
 }  // namespace fusedmoe::checkpoint

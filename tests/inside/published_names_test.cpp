@@ -49,7 +49,8 @@ TEST(NamesTest, ExpertsNumberBehindTheMatrix) {
   }
 }
 
-/// One expert's rows of a stack (E, in, rows) bf16: `step` apart from `begin` on.
+/// A part of one expert's rows, from a stack (E, in, rows) of bf16: row `begin` and every `step`-th
+/// one behind it.
 Tensor rows_of(const Tensor& stack, std::int64_t expert, std::int64_t begin, std::int64_t step) {
   const std::int64_t in = stack.size(1), all = stack.size(2),
                      rows = (all - begin + step - 1) / step;

@@ -1,4 +1,5 @@
-// cp.async: copies from global to shared memory that a thread does not wait for, and ldmatrix.
+// How data come to a warp: cp.async copies from global to shared memory while the thread goes on;
+// ldmatrix loads matrices from there into the registers that mma.sync reads.
 #pragma once
 
 #include <cstdint>

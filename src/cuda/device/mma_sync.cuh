@@ -18,8 +18,9 @@ struct MmaSyncAtom<__nv_bfloat16> : cute::SM80_16x8x16_F32BF16BF16F32_TN {};
 template <>
 struct MmaSyncAtom<__half> : cute::SM80_16x8x16_F32F16F16F32_TN {};
 
-/// sums += A (16, 32) B (32, 8) of one warp, as two instructions have them: `a` as the register
-/// operand, `b` the lane's row of four 8 x 8 matrices.
+/// sums += A (16, 32) B (32, 8), by one warp with two instructions. `a`: the lane's registers of A,
+/// four for each instruction. `b`: the row in shared memory that the lane hands to ldmatrix, which
+/// loads B as four 8 x 8 matrices.
 template <typename Element>
 __device__ inline void multiply_8(const std::uint32_t (&a)[2][4], const std::uint8_t* b,
                                   float* sums) {

@@ -1,6 +1,7 @@
-// The experts: standard, batched, with injection points ("unfused"), and batch-invariant: K
-// in one piece and one kind of instruction, so that a row has the same bits in any batch. The
-// scheme decides the format of the weights (formats/weight_format.h).
+// The experts on CUDA, in four variants: standard, batched, "unfused" (with injection points) and
+// batch-invariant. A batch-invariant row has the same bits in any batch: its sums over K are made
+// in one piece, always by the same kind of instruction. The scheme decides the format of the
+// weights (formats/weight_format.h).
 #include "cuda/experts/experts.h"
 
 #include <algorithm>
