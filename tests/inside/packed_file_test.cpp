@@ -11,6 +11,7 @@
 
 #include "cpu/experts.h"
 #include "cpu/pack.h"
+#include "error_text.h"
 #include "fusedmoe/layer.h"
 #include "layer_problem.h"
 #include "reference/experts.h"
@@ -54,15 +55,6 @@ void expect_same_parts(const PackedWeights& actual, const PackedWeights& expecte
   EXPECT_EQ(actual.nbytes(), expected.nbytes());
 }
 
-std::string error_of(const std::function<void()>& function) {
-  try {
-    function();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 class PackedFileTest : public ::testing::TestWithParam<NamedScheme> {};
 
 TEST_P(PackedFileTest, ComesBackToTheBit) {
@@ -81,8 +73,9 @@ TEST_P(PackedFileTest, ComesBackToTheBit) {
     ExpertWeights one = problem.weights;
     one.experts.erase(one.experts.begin());
     if (access == FileAccess::kMap) {
-      EXPECT_NE(error_of([&] { experts->repack(one, 0, *loaded); }).find("FileAccess::kRead"),
-                std::string::npos);
+      EXPECT_NE(
+          testing::error_text([&] { experts->repack(one, 0, *loaded); }).find("FileAccess::kRead"),
+          std::string::npos);
       continue;
     }
     experts->repack(one, 0, *loaded);
@@ -157,7 +150,8 @@ TEST(PackedFileTest, LayersRunWithIt) {
   const Tensor x = testing::random_tensor(DType::kBF16, {5, 160}, 1, 3);
   EXPECT_TRUE(bitwise_equal(again.forward(x), layer.forward(x)));
   options.packed_weights = {folder / "missing"};
-  EXPECT_NE(error_of([&] { MoeLayer(weights, options); }).find("missing"), std::string::npos);
+  EXPECT_NE(testing::error_text([&] { MoeLayer(weights, options); }).find("missing"),
+            std::string::npos);
 }
 
 TEST(PackedFileTest, ReferenceHasNoLayoutToKeep) {
@@ -166,7 +160,7 @@ TEST(PackedFileTest, ReferenceHasNoLayoutToKeep) {
   const auto experts =
       reference::descriptor().create(testing::make_config(problem.spec, DType::kBF16), {});
   const auto packed = experts->pack(problem.weights);
-  EXPECT_NE(error_of([&] {
+  EXPECT_NE(testing::error_text([&] {
               save_packed(*experts, *packed, folder / "packed");
             }).find("reference has no layout"),
             std::string::npos);
@@ -185,7 +179,7 @@ class RefusedPackedFileTest : public ::testing::Test {
   /// Of the file with other tensors or metadata.
   std::string error(bool verify = true) {
     save_safetensors(folder_ / "other", {tensors_.begin(), tensors_.end()}, metadata_);
-    return error_of([&] {
+    return testing::error_text([&] {
       load_packed(*experts_, {folder_ / "other", FileAccess::kRead, verify});
     });
   }
@@ -216,11 +210,12 @@ TEST_F(RefusedPackedFileTest, OfAnotherLayer) {
     Case spec = problem_.spec;
     change(spec);
     const auto experts = make_experts(spec);
-    const std::string text = error_of([&] { load_packed(*experts, {path_}); });
+    const std::string text = testing::error_text([&] { load_packed(*experts, {path_}); });
     EXPECT_NE(text.find(words), std::string::npos) << text;
   }
   const auto f32 = make_experts(problem_.spec, DType::kF32);
-  EXPECT_NE(error_of([&] { load_packed(*f32, {path_}); }).find("dtype bf16"), std::string::npos);
+  EXPECT_NE(testing::error_text([&] { load_packed(*f32, {path_}); }).find("dtype bf16"),
+            std::string::npos);
 }
 
 TEST_F(RefusedPackedFileTest, OfAnotherLayout) {
@@ -255,9 +250,11 @@ TEST_F(RefusedPackedFileTest, WithPartsThatDoNotFit) {
   for (const auto& [name, tensor] : parts) {
     PackedParts changed = parts;
     changed.erase(name);
-    EXPECT_NE(error_of([&] { experts_->from_parts(info, changed); }).find(name), std::string::npos);
+    EXPECT_NE(testing::error_text([&] { experts_->from_parts(info, changed); }).find(name),
+              std::string::npos);
     changed[name] = Tensor::zeros({3}, DType::kU8);
-    EXPECT_NE(error_of([&] { experts_->from_parts(info, changed); }).find(name), std::string::npos);
+    EXPECT_NE(testing::error_text([&] { experts_->from_parts(info, changed); }).find(name),
+              std::string::npos);
   }
   for (const auto& [name, type] : {std::pair("formats", "int"), std::pair("first", "long"),
                                    std::pair("scale_dtypes", "int")}) {
@@ -271,7 +268,7 @@ TEST_F(RefusedPackedFileTest, WithPartsThatDoNotFit) {
       }
       PackedParts others = parts;
       others[name] = changed;
-      EXPECT_NE(error_of([&] { experts_->from_parts(info, others); }).find(name),
+      EXPECT_NE(testing::error_text([&] { experts_->from_parts(info, others); }).find(name),
                 std::string::npos);
     }
   }

@@ -7,6 +7,7 @@
 #include <functional>
 #include <string>
 
+#include "error_text.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/weights.h"
@@ -77,15 +78,6 @@ Stacked stack_of(const QuantScheme& scheme, bool gated = true) {
   return s;
 }
 
-std::string error_of(const std::function<void()>& function) {
-  try {
-    function();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 class EverySchemeTest : public ::testing::TestWithParam<NamedScheme> {};
 
 TEST_P(EverySchemeTest, IsLoadedFromStacks) {
@@ -131,8 +123,8 @@ TEST_P(EverySchemeTest, EachPartIsRequiredOrRefused) {
     Stacked changed = whole;
     const bool input = part == &Stacked::w13_input_scales || part == &Stacked::w2_input_scales;
     changed.*part = whole.*part ? Tensor() : filled({kExperts}, DType::kF32);
-    const std::string error =
-        error_of([&] { ExpertWeights::from_stacked(changed, scheme, Activation::kSilu); });
+    const std::string error = testing::error_text(
+        [&] { ExpertWeights::from_stacked(changed, scheme, Activation::kSilu); });
     // Input scales that a dynamic scheme does not use are ignored.
     EXPECT_EQ(error == "no error", input && !(whole.*part)) << error;
   }
@@ -179,7 +171,7 @@ TEST(StackedWeightsTest, BlocksThatStraddleGateAndUp) {
 TEST(StackedWeightsTest, BlocksOfInterleavedRowsAreRefused) {
   Stacked stacked = stack_of(scheme_of("fp8_block"));
   stacked.gate_up_layout = GateUpLayout::kInterleaved;
-  EXPECT_NE(error_of([&] {
+  EXPECT_NE(testing::error_text([&] {
               ExpertWeights::from_stacked(stacked, scheme_of("fp8_block"), Activation::kSilu);
             }).find("gate_up_layout: was interleaved"),
             std::string::npos);
@@ -210,10 +202,11 @@ TEST(StackedWeightsTest, ScalarsPerExpertOrPerHalf) {
   EXPECT_EQ(*expert.gate.input_scale.as<float>(), 3);
   EXPECT_EQ(*expert.up.input_scale.as<float>(), 4);
   stacked.w13_scales = filled({kExperts, 1, 1}, DType::kF32);
-  EXPECT_EQ(error_of([&] { ExpertWeights::from_stacked(stacked, scheme, Activation::kSilu); }),
-            "no error");
+  EXPECT_EQ(
+      testing::error_text([&] { ExpertWeights::from_stacked(stacked, scheme, Activation::kSilu); }),
+      "no error");
   stacked.w13_scales = filled({kExperts, 3}, DType::kF32);
-  EXPECT_NE(error_of([&] {
+  EXPECT_NE(testing::error_text([&] {
               ExpertWeights::from_stacked(stacked, scheme, Activation::kSilu);
             }).find("w13_scales: was f32 [2, 3]"),
             std::string::npos);
@@ -232,7 +225,7 @@ TEST_P(SpoiledMatrixTest, IsNamed) {
   const QuantScheme scheme = scheme_of(GetParam().scheme.c_str());
   ExpertWeights weights = ExpertWeights::from_stacked(stack_of(scheme), scheme, Activation::kSilu);
   GetParam().spoil(weights.experts[1].down);
-  const std::string text = error_of([&] { weights.validate(); });
+  const std::string text = testing::error_text([&] { weights.validate(); });
   EXPECT_NE(text.find("weights.experts[1].down." + GetParam().fault), std::string::npos) << text;
 }
 

@@ -1,8 +1,7 @@
 // A forward in three parts on one rank.
 #include <gtest/gtest.h>
 
-#include <functional>
-
+#include "error_text.h"
 #include "layer_problem.h"
 #include "testing/compare.h"
 
@@ -12,15 +11,6 @@ using testing::bitwise_equal;
 using testing::LayerSpec;
 using testing::make_layer_weights;
 using testing::Scratch;
-
-std::string error_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
-}
 
 TEST(LayerStepTest, ThreePartsGiveTheBitsOfAForward) {
   for (const bool shared : {false, true}) {
@@ -61,14 +51,14 @@ TEST(LayerStepTest, PartsComeInOrder) {
   const Tensor output = Tensor::empty(x.shape(), x.dtype());
   const Scratch scratch(layer, 5);
   MoeLayer::Step step = layer.begin(x, output, scratch.workspace);
-  EXPECT_EQ(error_of([&] { step.finish(); }), "finish() comes once, behind compute()");
+  EXPECT_EQ(testing::error_text([&] { step.finish(); }), "finish() comes once, behind compute()");
   step.compute();
-  EXPECT_EQ(error_of([&] { step.compute(); }), "compute() comes once, behind begin()");
+  EXPECT_EQ(testing::error_text([&] { step.compute(); }), "compute() comes once, behind begin()");
   step.finish();
-  EXPECT_EQ(error_of([&] { step.finish(); }), "finish() comes once, behind compute()");
+  EXPECT_EQ(testing::error_text([&] { step.finish(); }), "finish() comes once, behind compute()");
   EXPECT_TRUE(bitwise_equal(output, layer.forward(x)));
   const MoeLayer::Step moved(std::move(step));
-  EXPECT_EQ(error_of([&] { step.compute(); }), "the step was moved from");
+  EXPECT_EQ(testing::error_text([&] { step.compute(); }), "the step was moved from");
 }
 
 TEST(LayerStepTest, ChunksAreForForwardAlone) {
@@ -79,7 +69,7 @@ TEST(LayerStepTest, ChunksAreForForwardAlone) {
   const Tensor x = testing::random_tensor(DType::kF32, {5, layer.hidden()}, 1, 3);
   const Tensor output = Tensor::empty(x.shape(), x.dtype());
   const Scratch scratch(layer, 5);
-  const std::string error = error_of([&] { layer.begin(x, output, scratch.workspace); });
+  const std::string error = testing::error_text([&] { layer.begin(x, output, scratch.workspace); });
   EXPECT_EQ(error.find("hidden_states: was 5 tokens; must be at most "), 0U) << error;
 }
 

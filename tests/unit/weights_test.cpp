@@ -1,5 +1,6 @@
 // ExpertWeights: views into stacked tensors, and the checks.
 #include "fusedmoe/weights.h"
+#include "error_text.h"
 
 #include <cstring>
 #include <functional>
@@ -126,15 +127,6 @@ TEST(ExpertWeightsTest, Mxfp4BlocksOfRankThreeAndFour) {
   }
 }
 
-std::string error_of(const std::function<void()>& function) {
-  try {
-    function();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
-
 struct BadWeights {
   std::string name;
   std::function<void(ExpertWeights&)> spoil;
@@ -147,7 +139,7 @@ TEST_P(BadWeightsTest, NamesTheMatrix) {
   ExpertWeights weights = mxfp4_weights(mxfp4_stack(true));
   weights.validate();
   GetParam().spoil(weights);
-  const std::string text = error_of([&] { weights.validate(); });
+  const std::string text = testing::error_text([&] { weights.validate(); });
   EXPECT_NE(text.find(GetParam().fault), std::string::npos) << text;
 }
 
@@ -227,7 +219,8 @@ TEST(ExpertWeightsTest, UnquantizedRefusesScalesAndOtherDTypes) {
   stacked.w13 = counted({kExperts, 2 * kInner, kHidden});
   stacked.w2 = counted({kExperts, kHidden, kInner});
   const auto load = [&](const QuantScheme& scheme) {
-    return error_of([&] { ExpertWeights::from_stacked(stacked, scheme, Activation::kSilu); });
+    return testing::error_text(
+        [&] { ExpertWeights::from_stacked(stacked, scheme, Activation::kSilu); });
   };
   EXPECT_EQ(load(kF32Scheme), "no error");
   EXPECT_NE(load(schemes::unquantized(DType::kBF16)).find("gate.values: was f32"),
@@ -241,7 +234,7 @@ TEST(ExpertWeightsTest, StackedShapesMustAgree) {
   const auto load = [](const std::function<void(ExpertWeights::Stacked&)>& spoil) {
     ExpertWeights::Stacked stacked = mxfp4_stack(true);
     spoil(stacked);
-    return error_of([&] { mxfp4_weights(stacked); });
+    return testing::error_text([&] { mxfp4_weights(stacked); });
   };
   EXPECT_EQ(load([](auto&) {}), "no error");
   EXPECT_NE(load([](auto& s) { s.w13 = {}; }).find("w13: was undefined"), std::string::npos);
@@ -275,7 +268,7 @@ TEST(FromStackedTest, SaysThatW2IsTransposed) {
   ExpertWeights::Stacked stacked;
   stacked.w13 = Tensor::zeros({3, 2 * kInner, kHidden}, DType::kBF16);
   stacked.w2 = Tensor::zeros({3, kInner, kHidden}, DType::kBF16);
-  const std::string text = error_of([&] {
+  const std::string text = testing::error_text([&] {
     ExpertWeights::from_stacked(stacked, schemes::unquantized(DType::kBF16), Activation::kSilu);
   });
   EXPECT_EQ(text.find("w2: was bf16 [3, 32, 64]"), 0U) << text;
@@ -289,7 +282,7 @@ Tensor on_gpu(const Tensor& tensor) {
 TEST(FromStackedTest, DeviceMemoryIsNotTouched) {
   ExpertWeights::Stacked stacked = mxfp4_stack(true);
   std::memset(stacked.w13_scales.data(), 255, static_cast<std::size_t>(kHidden / 32));  // NaN
-  EXPECT_NE(error_of([&] { mxfp4_weights(stacked); }), "no error");
+  EXPECT_NE(testing::error_text([&] { mxfp4_weights(stacked); }), "no error");
   ExpertWeights::Stacked gpu = stacked;
   for (Tensor ExpertWeights::Stacked::*part :
        {&ExpertWeights::Stacked::w13, &ExpertWeights::Stacked::w2,
@@ -301,8 +294,9 @@ TEST(FromStackedTest, DeviceMemoryIsNotTouched) {
   EXPECT_EQ(weights.device(), (Device{DeviceKind::kCuda, 0}));
   EXPECT_TRUE(weights.borrowed);
   gpu.w2_bias = stacked.w2_bias;
-  EXPECT_NE(error_of([&] { mxfp4_weights(gpu); }).find("bias: was on cpu; must be on cuda:0"),
-            std::string::npos);
+  EXPECT_NE(
+      testing::error_text([&] { mxfp4_weights(gpu); }).find("bias: was on cpu; must be on cuda:0"),
+      std::string::npos);
 }
 
 TEST(FromStackedTest, E2m1AndE8m0ViewsAreTheBytesThatHoldThem) {
@@ -333,8 +327,9 @@ TEST(FromStackedTest, E2m1AndE8m0ViewsAreTheBytesThatHoldThem) {
   EXPECT_EQ(at(dequantize_weights(direct.experts[2].down, keys::mxfp4(), kInner), 9, 3),
             at(dequantize_weights(expected.experts[2].down, keys::mxfp4(), kInner), 9, 3));
   values = TensorView(values.data(), DType::kE2M1, {kHidden, kInner}, {kInner + 1, 1}, {});
-  EXPECT_NE(error_of([&] { direct.validate(); }).find("contiguous rows of an even number"),
-            std::string::npos);
+  EXPECT_NE(
+      testing::error_text([&] { direct.validate(); }).find("contiguous rows of an even number"),
+      std::string::npos);
 }
 
 TEST(FromStackedTest, TiledScalesEqualFlatOnes) {
@@ -365,7 +360,8 @@ TEST(FromStackedTest, TiledScalesEqualFlatOnes) {
     }
   }
   tiled.w2_scales = stacked.w2_scales;
-  EXPECT_NE(error_of([&] { mxfp4_weights(tiled); }).find("w2_scales: was u8"), std::string::npos);
+  EXPECT_NE(testing::error_text([&] { mxfp4_weights(tiled); }).find("w2_scales: was u8"),
+            std::string::npos);
 }
 
 }  // namespace fusedmoe::weights_test
