@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "error_text.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
@@ -37,14 +38,7 @@ const Candidate* find(const Selection& selection, std::string_view experts,
   return nullptr;
 }
 
-std::string error_text(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return {};
-}
+using testing::error_text;
 
 TEST(RegistryTest, NamesAreUniqueAndInOrderOfPreference) {
   std::vector<std::string_view> names;
