@@ -1,4 +1,5 @@
-// Which schemes have a format of packed weights for CUDA, and what its kernels do with their scales.
+// Which schemes have a format of packed weights for CUDA, and what its kernels do with their
+// scales.
 #include "cuda/formats/weight_format.h"
 
 #include <gtest/gtest.h>
