@@ -63,43 +63,6 @@ std::vector<const WeightMatrix*> all_matrices(const ExpertWeights& weights, bool
 /// Where tiles begin, so that no load of a kernel crosses a cache line.
 constexpr std::uintptr_t kTileAlignment = 64;
 
-/// Scale type and group, as a part has them, with what the key says of the rest.
-TileFormat read_format(const QuantKey& key, const std::int32_t* numbers) {
-  TileFormat format = format_of(key, {});
-  const auto scales = static_cast<ScaleType>(numbers[0]);
-  const bool wide =
-      scales == ScaleType::kF32 || scales == ScaleType::kF16 || scales == ScaleType::kBF16;
-  FUSEDMOE_CHECK(scales == format.scales || (wide && format.scales == ScaleType::kF32),
-                 "parts[\"formats\"]", core::to_string(numbers[0]),
-                 "a type that the scales can have");
-  FUSEDMOE_CHECK(numbers[1] == format.group || (numbers[1] == kGroup && format.group > kGroup),
-                 "parts[\"formats\"]", core::to_string(numbers[1]),
-                 "a group that the scales can have");
-  format.scales = scales;
-  format.group = numbers[1];
-  return format;
-}
-
-DType scale_dtype(std::int32_t number) {
-  for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16, DType::kU8, DType::kI8,
-                            DType::kE4M3, DType::kE8M0}) {
-    if (number == static_cast<std::int32_t>(dtype)) return dtype;
-  }
-  throw Error::invalid(
-      "parts[\"scale_dtypes\"]",
-      core::format("parts[\"scale_dtypes\"] has {}, which is no type of scales", number));
-}
-
-/// All tiles of an expert, from one place to another; the tile formats are the same.
-void copy_tiles(const PackedGemm& from, const Tensor& source, std::int64_t from_expert,
-                const PackedGemm& to, const Tensor& target, std::int64_t to_expert) {
-  for (std::int64_t tile = 0; tile < to.num_tiles; ++tile) {
-    std::memcpy(target.as<std::byte>() + to.offset(to_expert, tile),
-                source.as<const std::byte>() + from.offset(from_expert, tile),
-                static_cast<std::size_t>(to.tile_bytes));
-  }
-}
-
 /// While weights are packed, each node's part asks for pages of that node. The destructor removes
 /// the NUMA policy again.
 class NodeWishes {
@@ -129,6 +92,15 @@ class NodeWishes {
 };
 
 }  // namespace
+
+void copy_tiles(const PackedGemm& from, const Tensor& source, std::int64_t from_expert,
+                const PackedGemm& to, const Tensor& target, std::int64_t to_expert) {
+  for (std::int64_t tile = 0; tile < to.num_tiles; ++tile) {
+    std::memcpy(target.as<std::byte>() + to.offset(to_expert, tile),
+                source.as<const std::byte>() + from.offset(from_expert, tile),
+                static_cast<std::size_t>(to.tile_bytes));
+  }
+}
 
 /// Both GEMMs of a layer, without parts.
 std::array<PackedGemm, 2> make_gemms(const QuantScheme& scheme, std::int64_t hidden,
@@ -198,10 +170,7 @@ CpuPackedWeights::CpuPackedWeights(Info info, const PackedParts& parts,
                                    const std::vector<core::NumaNode>& nodes)
     : PackedWeights(std::move(info)), gated_(is_gated(this->info().activation.kind)) {
   const std::int64_t num_experts = this->info().num_experts;
-  const QuantScheme& scheme = this->info().scheme;
-  const auto* formats = core::part(parts, "formats", DType::kI32, {2, 2}).as<const std::int32_t>();
-  const TileFormats read{read_format(scheme.weights, formats),
-                         read_format(scheme.down_weights(), formats + 2)};
+  const TileFormats read = read_formats(this->info().scheme, parts);
   const Tensor tiles = core::part(parts, "tiles", DType::kU8, {lay_out(read, {})});
   for (const ColumnPart& part : column_parts()) {
     part.tensor = core::part(parts, part.name, DType::kF32, {num_experts, part.columns});
@@ -242,64 +211,6 @@ std::vector<CpuPackedWeights::ColumnPart> CpuPackedWeights::column_parts() {
     }
   }
   return parts;
-}
-
-PackedParts CpuPackedWeights::parts() const {
-  const std::int64_t num_experts = info().num_experts;
-  PackedParts parts;
-  for (const auto& [name, tensor] :
-       {std::pair("bias1", &bias1_), std::pair("bias2", &bias2_), std::pair("scales1", &scales1_),
-        std::pair("scales2", &scales2_)}) {
-    if (*tensor) parts[name] = *tensor;
-  }
-  const Tensor formats = Tensor::empty({2, 2}, DType::kI32);
-  const TileFormat &format1 = gemm1_.shape.format, &format2 = gemm2_.shape.format;
-  const std::int64_t numbers[] = {static_cast<std::int64_t>(format1.scales), format1.group,
-                                  static_cast<std::int64_t>(format2.scales), format2.group};
-  std::copy(std::begin(numbers), std::end(numbers), formats.as<std::int32_t>());
-  parts["formats"] = formats;
-
-  const Tensor first = parts["first"] = Tensor::empty({num_experts, 3, 2}, DType::kI64);
-  const Tensor dtypes = parts["scale_dtypes"] = Tensor::empty({num_experts, 3}, DType::kI32);
-  const Tensor scales = parts["input_scales"] = Tensor::empty({num_experts, 3}, DType::kF32);
-  std::int64_t i = 0;
-  for (const ExpertOrigin& expert : origins_) {
-    for (const Origin* origin : expert.all()) {
-      first.as<std::int64_t>()[2 * i] = origin->first_row;
-      first.as<std::int64_t>()[2 * i + 1] = origin->first_col;
-      dtypes.as<std::int32_t>()[i] = static_cast<std::int32_t>(origin->scales);
-      scales.as<float>()[i++] = origin->input_scale;
-    }
-  }
-
-  parts["tiles"] = data_;
-  if (gemm1_.parts.size() > 1) {
-    CpuPackedWeights whole(info());
-    const std::int64_t size = whole.lay_out({format1, format2}, {});
-    const Tensor tiles = parts["tiles"] = Tensor::empty({size}, DType::kU8);
-    for (std::int64_t expert = 0; expert < num_experts; ++expert) {
-      copy_tiles(gemm1_, data_, expert, whole.gemm1_, tiles, expert);
-      copy_tiles(gemm2_, data_, expert, whole.gemm2_, tiles, expert);
-    }
-  }
-  return parts;
-}
-
-void CpuPackedWeights::read_origins(const PackedParts& parts) {
-  const std::int64_t num_experts = info().num_experts;
-  const Tensor& first = core::part(parts, "first", DType::kI64, {num_experts, 3, 2});
-  const Tensor& dtypes = core::part(parts, "scale_dtypes", DType::kI32, {num_experts, 3});
-  const Tensor& scales = core::part(parts, "input_scales", DType::kF32, {num_experts, 3});
-  origins_.resize(static_cast<std::size_t>(num_experts));
-  std::int64_t i = 0;
-  for (ExpertOrigin& expert : origins_) {
-    for (Origin* origin : {&expert.gate, &expert.up, &expert.down}) {
-      origin->first_row = core::slice_position(first.as<const std::int64_t>()[2 * i], "first");
-      origin->first_col = core::slice_position(first.as<const std::int64_t>()[2 * i + 1], "first");
-      origin->scales = scale_dtype(dtypes.as<const std::int32_t>()[i]);
-      origin->input_scale = scales.as<const float>()[i++];
-    }
-  }
 }
 
 /// Gives each node its tiles of both GEMMs, and returns the size of the packed weights.

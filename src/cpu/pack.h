@@ -118,6 +118,7 @@ class CpuPackedWeights final : public PackedWeights {
   std::int64_t lay_out(const TileFormats& formats, const std::vector<core::NumaNode>& nodes);
   std::int64_t make_parts(std::int64_t num_experts, const std::vector<core::NumaNode>& nodes);
   std::vector<ColumnPart> column_parts();
+  static TileFormats read_formats(const QuantScheme& scheme, const PackedParts& parts);
   void read_origins(const PackedParts& parts);
   void pack_one_tile(std::int64_t expert, const ExpertMatrices& source, bool first,
                      std::int64_t tile) const;
@@ -133,6 +134,10 @@ class CpuPackedWeights final : public PackedWeights {
   Tensor scales1_, scales2_;  // the same
   std::vector<ExpertOrigin> origins_;
 };
+
+/// All tiles of an expert, from one place to another; the tile formats are the same.
+void copy_tiles(const PackedGemm& from, const Tensor& source, std::int64_t from_expert,
+                const PackedGemm& to, const Tensor& target, std::int64_t to_expert);
 
 /// Bytes of packed weights of a configuration, in one part.
 std::int64_t packed_bytes(const MoeConfig& config);
