@@ -43,8 +43,7 @@ DType scale_dtype(std::int32_t number) {
 }  // namespace
 
 TileFormats CpuPackedWeights::read_formats(const QuantScheme& scheme, const PackedParts& parts) {
-  const auto* numbers =
-      core::part(parts, "formats", DType::kI32, {2, 2}).as<const std::int32_t>();
+  const auto* numbers = core::part(parts, "formats", DType::kI32, {2, 2}).as<const std::int32_t>();
   return {read_format(scheme.weights, numbers), read_format(scheme.down_weights(), numbers + 2)};
 }
 
