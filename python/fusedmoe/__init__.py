@@ -17,8 +17,9 @@ from ._core import (
 )
 from ._core import version as __version__
 from ._arrays import as_tensor, empty, load_file
+from .checkpoint import Checkpoint
 from .experts import clear_cache, fused_experts
-from .layer import Checkpoint, MoELayer
+from .layer import MoELayer
 from .quant import (
     QuantizedMatrix,
     dequantize_weights,

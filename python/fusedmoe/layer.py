@@ -1,4 +1,4 @@
-"""Checkpoints, and layers: router, shared experts and experts."""
+"""Layers: router, shared experts and experts."""
 
 from __future__ import annotations
 
@@ -7,47 +7,9 @@ from typing import Any, Callable, Dict, List, Optional, Union
 
 from . import _core
 from ._arrays import Array, array, checked, given, output_like, scratch_of, stream_of
+from .checkpoint import Checkpoint, Path
 from .ranks import Communicator
-
-Path = Union[str, "os.PathLike[str]"]
-
-
-class Checkpoint:
-    """A folder with config.json and *.safetensors, or one safetensors file. Reads headers only.
-
-    Args:
-        path: the folder or the file.
-        read_files: read tensors when they are needed instead of mapping the files; mapped files
-            must not be changed in place before their layers are made.
-        family: how the model's tensors are named: a built-in family, or a JSON file
-            (docs/families.md); default: the family that the config names.
-
-    Raises:
-        OSError: for files that cannot be read or are malformed.
-        NotImplementedError: for a model that the library does not know.
-    """
-
-    def __init__(
-        self, path: Path, *, read_files: bool = False, family: Optional[Path] = None
-    ) -> None:
-        named = "" if family is None else os.fspath(family)
-        self._handle = _core.open_checkpoint(os.fspath(path), read_files, named)
-        self.info: Dict[str, Any] = self._handle.info()
-        """family, scheme, layout, activation, num_layers, num_experts, topk, hidden, ..."""
-        self.moe_layers: List[int] = self._handle.moe_layers()
-        """The layers that hold experts, ascending."""
-
-    @property
-    def files(self) -> List[str]:
-        """Paths of all files that the checkpoint consists of."""
-        return self._handle.files()
-
-    def scheme(self, layer: int) -> str:
-        """Number formats of a layer's experts; `info` says those of the first one."""
-        return self._handle.scheme(layer)
-
-    def __repr__(self) -> str:
-        return f"fusedmoe.Checkpoint({self.info['family']}, {self.info['scheme']})"
+from .step import Step
 
 
 class MoELayer:
@@ -272,21 +234,16 @@ class MoELayer:
         Raises:
             ValueError: names the argument at fault.
         """
-        if out is None:
-            out = output_like(hidden_states, self._output_dtype)
+        out, *options = self._call(
+            hidden_states, out, accumulate, stream, workspace, max_tokens, dropped_rows, fixed_sizes
+        )
         self._handle.forward(
             array(hidden_states),
-            array(out),
             array(topk_weights),
             array(topk_ids),
             array(router_logits),
             array(expert_load),
-            accumulate,
-            stream_of(hidden_states, stream),
-            scratch_of(hidden_states, stream) if workspace is None else lambda nbytes: workspace,
-            max_tokens,
-            array(dropped_rows),
-            fixed_sizes,
+            *options,
         )
         return out
 
@@ -314,19 +271,14 @@ class MoELayer:
         Raises:
             ValueError: for other ids (on CUDA they select nothing).
         """
-        if out is None:
-            out = output_like(hidden_states, self._output_dtype)
+        out, *options = self._call(
+            hidden_states, out, accumulate, stream, workspace, max_tokens, dropped_rows, fixed_sizes
+        )
         self._handle.forward_routed(
             array(hidden_states),
             array(topk_weights),
             array(topk_ids),
-            array(out),
-            accumulate,
-            stream_of(hidden_states, stream),
-            scratch_of(hidden_states, stream) if workspace is None else lambda nbytes: workspace,
-            max_tokens,
-            array(dropped_rows),
-            fixed_sizes,
+            *options,
         )
         return out
 
@@ -343,18 +295,39 @@ class MoELayer:
         max_tokens: int = 0,
         dropped_rows: Optional[Array] = None,
         fixed_sizes: bool = False,
-    ) -> "Step":
+    ) -> Step:
         """Starts a call: routes, or takes the caller's routing, and sends rows. Its compute() runs
         the experts, its finish() returns the output; between them there is time for other work.
         All ranks take the parts of their steps in one order. A step that is deleted before
         finish() ends the communicator. The arguments are as in a call of the layer.
         """
-        if out is None:
-            out = output_like(hidden_states, self._output_dtype)
+        out, *options = self._call(
+            hidden_states, out, accumulate, stream, workspace, max_tokens, dropped_rows, fixed_sizes
+        )
         step = self._handle.begin(
             array(hidden_states),
             array(topk_weights),
             array(topk_ids),
+            *options,
+        )
+        return Step(step, out)
+
+    def _call(
+        self,
+        hidden_states: Array,
+        out: Optional[Array],
+        accumulate: bool,
+        stream: Optional[int],
+        workspace: Optional[Array],
+        max_tokens: int,
+        dropped_rows: Optional[Array],
+        fixed_sizes: bool,
+    ) -> List[Any]:
+        """The output, a new one if `out` is None; then what the extension takes last in each call."""
+        if out is None:
+            out = output_like(hidden_states, self._output_dtype)
+        return [
+            out,
             array(out),
             accumulate,
             stream_of(hidden_states, stream),
@@ -362,8 +335,7 @@ class MoELayer:
             max_tokens,
             array(dropped_rows),
             fixed_sizes,
-        )
-        return Step(step, out)
+        ]
 
     def workspace_bytes(self, num_tokens: int, fixed_sizes: bool = False) -> int:
         """Scratch memory that a call with so many tokens needs; across ranks max_tokens."""
@@ -406,23 +378,6 @@ class MoELayer:
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> "MoELayer":
         return self  # nothing in it changes
-
-
-class Step:
-    """A call of a layer in three parts, see MoELayer.begin()."""
-
-    def __init__(self, handle: _core.Step, out: Any) -> None:
-        self._handle = handle
-        self._out = out
-
-    def compute(self) -> None:
-        """Runs shared experts and, on the rows that arrive, the routed ones."""
-        self._handle.compute()
-
-    def finish(self) -> Array:
-        """Writes and returns the output."""
-        self._handle.finish()
-        return self._out
 
 
 _OPTIONS = frozenset(

@@ -7,7 +7,7 @@ from typing import Any, List, Optional, Union
 
 from . import _core
 from ._arrays import checked
-from .layer import Checkpoint, Path
+from .checkpoint import Checkpoint, Path
 
 
 @dataclass(frozen=True)

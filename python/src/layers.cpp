@@ -238,8 +238,8 @@ struct Call {
   }
 };
 
-void forward(PyLayer& layer, nb::handle x, nb::handle out, nb::handle topk_weights,
-             nb::handle topk_ids, nb::handle router_logits, nb::handle expert_load, bool accumulate,
+void forward(PyLayer& layer, nb::handle x, nb::handle topk_weights, nb::handle topk_ids,
+             nb::handle router_logits, nb::handle expert_load, nb::handle out, bool accumulate,
              std::optional<std::uintptr_t> stream, nb::handle scratch, std::int64_t max_tokens,
              nb::handle dropped_rows, bool fixed_sizes) {
   Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows, fixed_sizes);
@@ -303,24 +303,26 @@ std::unique_ptr<PyStep> begin(PyLayer& layer, nb::handle x, nb::handle topk_weig
   return std::make_unique<PyStep>(std::move(call.kept), std::move(lease), std::move(step));
 }
 
+/// Binds a kind of forward. All of them take hidden states first and the same options last; `own`
+/// is what this one takes between them.
+template <typename... Own>
+void bind_call(nb::class_<PyLayer>& layer, const char* name, auto function, const Own&... own) {
+  layer.def(name, function, nb::arg("x").none(), own..., nb::arg("out").none(),
+            nb::arg("accumulate"), nb::arg("stream").none(), nb::arg("scratch").none(),
+            nb::arg("max_tokens"), nb::arg("dropped_rows").none(), nb::arg("fixed_sizes"));
+}
+
 void bind_layer(nb::module_& module) {
   nb::class_<PyStep>(module, "Step")
       .def("compute", &PyStep::compute)
       .def("finish", &PyStep::finish);
-  nb::class_<PyLayer>(module, "Layer")
-      .def("forward", &forward, nb::arg("x").none(), nb::arg("out").none(),
-           nb::arg("topk_weights").none(), nb::arg("topk_ids").none(),
-           nb::arg("router_logits").none(), nb::arg("expert_load").none(), nb::arg("accumulate"),
-           nb::arg("stream").none(), nb::arg("scratch").none(), nb::arg("max_tokens"),
-           nb::arg("dropped_rows").none(), nb::arg("fixed_sizes"))
-      .def("forward_routed", &forward_routed, nb::arg("x").none(), nb::arg("topk_weights").none(),
-           nb::arg("topk_ids").none(), nb::arg("out").none(), nb::arg("accumulate"),
-           nb::arg("stream").none(), nb::arg("scratch").none(), nb::arg("max_tokens"),
-           nb::arg("dropped_rows").none(), nb::arg("fixed_sizes"))
-      .def("begin", &begin, nb::keep_alive<0, 1>(), nb::arg("x").none(),
-           nb::arg("topk_weights").none(), nb::arg("topk_ids").none(), nb::arg("out").none(),
-           nb::arg("accumulate"), nb::arg("stream").none(), nb::arg("scratch").none(),
-           nb::arg("max_tokens"), nb::arg("dropped_rows").none(), nb::arg("fixed_sizes"))
+  nb::class_<PyLayer> layer(module, "Layer");
+  const auto weights = nb::arg("topk_weights").none(), ids = nb::arg("topk_ids").none();
+  bind_call(layer, "forward", &forward, weights, ids, nb::arg("router_logits").none(),
+            nb::arg("expert_load").none());
+  bind_call(layer, "forward_routed", &forward_routed, weights, ids);
+  bind_call(layer, "begin", &begin, weights, ids, nb::keep_alive<0, 1>());
+  layer
       .def("workspace_bytes",
            [](const PyLayer& self, std::int64_t num_tokens, bool fixed_sizes) {
              return self.layer.workspace_bytes(num_tokens, fixed_sizes);

@@ -297,15 +297,9 @@ class Loader {
     for (const LinearLayer& layer : shared_gate_layer(model_, layout_)) {
       shared.gate = reader_.plain_matrix(layer, layout_.storage.shared_gate);
     }
-    if (model_.average_with_shared) shared.gate = half_gate();
+    // Its sigmoid is one half for every token.
+    if (model_.average_with_shared) shared.gate = Tensor::zeros({1, model_.hidden}, DType::kF32);
     return shared;
-  }
-
-  /// A gate whose every sigmoid is one half.
-  Tensor half_gate() const {
-    Tensor gate = Tensor::empty({1, model_.hidden}, DType::kF32);
-    std::fill_n(gate.as<float>(), model_.hidden, 0.0F);
-    return gate;
   }
 
   ExpertWeights empty_weights(std::int64_t hidden, std::int64_t intermediate,

@@ -23,6 +23,7 @@
 #include "cpu/pack.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
+#include "small_case.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 
@@ -33,6 +34,7 @@ using core::NumaNode;
 using core::read_numa_nodes;
 using testing::bitwise_equal;
 using testing::Case;
+using testing::make_experts;
 using testing::make_problem;
 using testing::Problem;
 
@@ -212,10 +214,6 @@ Case case_of(std::string_view scheme) {
   spec.scheme = parse_scheme(scheme);
   spec.bias = true;
   return spec;
-}
-
-std::shared_ptr<const Experts> make_experts(const Case& spec) {
-  return cpu::descriptor().create(testing::make_config(spec, DType::kBF16), {});
 }
 
 /// Tiles of each part.

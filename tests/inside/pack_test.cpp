@@ -8,6 +8,7 @@
 #include "cpu/pack.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
+#include "small_case.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
 
@@ -15,19 +16,10 @@ namespace fusedmoe::pack_test {
 
 using testing::bitwise_equal;
 using testing::Case;
+using testing::make_experts;
 using testing::make_problem;
 using testing::Problem;
-
-Case small_case(const QuantScheme& scheme) {
-  Case spec;
-  spec.num_tokens = 1;
-  spec.num_experts = 3;
-  spec.hidden = 160;  // neither size is a multiple of a tile or of 128
-  spec.intermediate = 72;
-  spec.scheme = scheme;
-  spec.bias = true;
-  return spec;
-}
+using testing::small_case;
 
 Tensor decoded(const WeightMatrix& matrix, const QuantScheme& scheme, std::int64_t in) {
   if (scheme.weights.quantized()) return dequantize_weights(matrix, scheme.weights, in);
@@ -62,10 +54,6 @@ void expect_same(const ExpertMatrices& actual, const ExpertMatrices& expected,
   expect_same(actual.gate, expected.gate, weights.scheme, weights.hidden);
   expect_same(actual.up, expected.up, weights.scheme, weights.hidden);
   expect_same(actual.down, expected.down, weights.scheme, weights.intermediate);
-}
-
-std::shared_ptr<const Experts> make_experts(const Case& spec) {
-  return cpu::descriptor().create(testing::make_config(spec, DType::kBF16), {});
 }
 
 class PackTest : public ::testing::TestWithParam<NamedScheme> {

@@ -15,6 +15,7 @@
 #include "fusedmoe/layer.h"
 #include "layer_problem.h"
 #include "reference/experts.h"
+#include "small_case.h"
 #include "temporary_directory.h"
 #include "testing/cases.h"
 #include "testing/compare.h"
@@ -23,24 +24,11 @@ namespace fusedmoe::packed_file_test {
 
 using testing::bitwise_equal;
 using testing::Case;
+using testing::make_experts;
 using testing::make_problem;
 using testing::Problem;
+using testing::small_case;
 using testing::TemporaryDirectory;
-
-Case small_case(const QuantScheme& scheme) {
-  Case spec;
-  spec.num_tokens = 5;
-  spec.num_experts = 3;
-  spec.hidden = 160;  // neither size is a multiple of a tile or of 128
-  spec.intermediate = 72;
-  spec.scheme = scheme;
-  spec.bias = true;
-  return spec;
-}
-
-std::shared_ptr<const Experts> make_experts(const Case& spec, DType dtype = DType::kBF16) {
-  return cpu::descriptor().create(testing::make_config(spec, dtype), {});
-}
 
 void expect_same_parts(const PackedWeights& actual, const PackedWeights& expected) {
   const PackedParts a = actual.parts(), e = expected.parts();

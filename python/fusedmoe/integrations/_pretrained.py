@@ -11,7 +11,8 @@ from typing import Any, Dict, Iterator, List, Tuple, Union
 import torch
 import transformers
 
-from ..layer import Checkpoint, MoELayer
+from ..checkpoint import Checkpoint
+from ..layer import MoELayer
 from ._experts import DTYPES, FusedExperts
 from ._llama4 import register_llama4
 
