@@ -1,7 +1,6 @@
 #include "command_info.h"
 
 #include <algorithm>
-#include <cstdint>
 #include <numeric>
 
 #include "fusedmoe/checkpoint.h"
@@ -108,24 +107,25 @@ const CommandInfo* ProgramInfo::find(std::string_view command) const {
   return find_named(commands, command);
 }
 
-std::string nearest(std::string_view word, const std::vector<std::string>& candidates) {
+std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates) {
   const std::string* best = nullptr;
   std::size_t least = std::max<std::size_t>(1, word.size() / 3) + 1;  // further ones are no slips
   for (const std::string& candidate : candidates) {
-    const std::size_t far = distance(word, candidate);
+    // A longer word for the same: --output where there is --out.
+    const bool begins = candidate.size() > 3 && word.starts_with(candidate);
+    const std::size_t far = begins ? 1 : distance(word, candidate);
     if (far < least) {
       least = far;
       best = &candidate;
     }
   }
-  return best ? *best : "";
+  return best ? "; did you mean " + *best + "?" : "";
 }
 
-std::string with_commas(std::int64_t number) {
-  std::string text = std::to_string(number);
-  const std::size_t first = number < 0 ? 1 : 0;
-  for (std::size_t at = text.size(); at > first + 3;) text.insert(at -= 3, ",");
-  return text;
+std::string with_commas(std::string number) {
+  const std::size_t first = number.starts_with("-") ? 1 : 0;
+  for (std::size_t at = number.size(); at > first + 3;) number.insert(at -= 3, ",");
+  return number;
 }
 
 }  // namespace fusedmoe::cli

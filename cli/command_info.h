@@ -2,7 +2,6 @@
 // suggestions are made.
 #pragma once
 
-#include <cstdint>
 #include <deque>
 #include <functional>
 #include <string>
@@ -65,10 +64,10 @@ struct Kind {
 const std::vector<Kind>& kinds();
 const Kind* find_kind(std::string_view name);
 
-/// The candidate that `word` may be a slip of: "chekpoint", "checkpoint". Empty where none is near.
-std::string nearest(std::string_view word, const std::vector<std::string>& candidates);
+/// "; did you mean X?" of the candidate that `word` may be a slip of; empty where none is near.
+std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates);
 
-/// 1048576 as "1,048,576".
-std::string with_commas(std::int64_t number);
+/// "1048576" as "1,048,576".
+std::string with_commas(std::string number);
 
 }  // namespace fusedmoe::cli

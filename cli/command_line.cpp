@@ -2,11 +2,15 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <functional>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <system_error>
+#include <type_traits>
 #include <utility>
 
 #include "fusedmoe/error.h"
@@ -17,13 +21,26 @@ namespace fusedmoe::cli {
 
 namespace {
 
-/// Says what is wrong with a number; empty: nothing.
-std::function<std::string(const std::string&)> number_check(
-    const std::string& must, const std::function<bool(double)>& is_right) {
+/// What is wrong with the text of a value; empty: nothing.
+using Check = std::function<std::string(const std::string&)>;
+
+Check number_check(const std::string& must, const std::function<bool(double)>& is_right) {
   return [=](const std::string& text) {
     double value = 0;
     if (CLI::detail::lexical_cast(text, value) && is_right(value)) return std::string();
     return "was " + text + "; " + must;
+  };
+}
+
+/// CLI11 takes the nearest value for a number that is too large for its type.
+template <typename Value>
+Check range_check() {
+  const std::string most = with_commas(std::to_string(std::numeric_limits<Value>::max()));
+  return [=](const std::string& text) {
+    Value value{};
+    const auto end = std::from_chars(text.data(), text.data() + text.size(), value);
+    return end.ec == std::errc::result_out_of_range ? "was " + text + "; must be at most " + most
+                                                    : std::string();
   };
 }
 
@@ -33,11 +50,8 @@ std::string joined(const std::vector<std::string>& words, const char* between = 
   return text;
 }
 
-/// "; did you mean X?", or nothing.
-std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates) {
-  const std::string near = nearest(word, candidates);
-  return near.empty() ? "" : "; did you mean " + near + "?";
-}
+// As Error::unknown_name has it.
+constexpr const char* kNoSuchName = ": no such name; there are: ";
 
 }  // namespace
 
@@ -70,7 +84,8 @@ Option& Option::not_negative() {
 
 Option& Option::between(std::int64_t least, std::int64_t most) {
   option_->check(number_check(
-      "must be from " + with_commas(least) + " to " + with_commas(most),
+      "must be from " + with_commas(std::to_string(least)) + " to " +
+          with_commas(std::to_string(most)),
       [=](double x) { return x >= static_cast<double>(least) && x <= static_cast<double>(most); }));
   return *this;
 }
@@ -79,7 +94,7 @@ Option& Option::one_of(const std::vector<std::string>& values) {
   info_->choices = values;
   option_->check([=](const std::string& text) {
     if (std::find(values.begin(), values.end(), text) != values.end()) return std::string();
-    return text + ": no such name; there are: " + joined(values) + did_you_mean(text, values);
+    return text + kNoSuchName + joined(values) + did_you_mean(text, values);
   });
   return *this;
 }
@@ -140,7 +155,9 @@ OptionInfo* Command::describe(const std::string& name, const std::string& help, 
 template <typename Value>
 Option Command::add(const std::string& name, Value& value, const std::string& help,
                     const char* kind) {
-  return {app_->add_option(name, value, help), describe(name, help, kind)};
+  CLI::Option* option = app_->add_option(name, value, help);
+  if constexpr (std::is_integral_v<Value>) option->check(range_check<Value>());
+  return {option, describe(name, help, kind)};
 }
 
 Option Command::add_option(const std::string& name, std::string& value, const std::string& help) {
@@ -200,7 +217,8 @@ void check_names(const ProgramInfo& program, const std::vector<std::string>& arg
   for (auto argument = arguments.begin(); argument != arguments.end(); ++argument) {
     if (*argument == "--") return;
     const std::string name = argument->substr(0, argument->find('='));
-    if (!name.starts_with("--")) continue;
+    const bool is_number = name.find_first_not_of("-.0123456789") == std::string::npos;
+    if (!is_option(name) || is_number || name == "-h") continue;  // "-" is no option either
     std::vector<std::string> known =
         command && argument > first ? names_of(command->options) : names_of(program.options);
     known.emplace_back("--help");
@@ -253,7 +271,8 @@ std::string sentence(const CLI::ParseError& error, const CommandInfo* command) {
   if (error.get_name() == "ArgumentMismatch" && command && command->find(name)) {
     return name + " needs a value: " + command->find(name)->value();
   }
-  if (replace("Could not convert: ", "")) {  // "--tokens = 2.5"
+  if (text.find(kNoSuchName) != std::string::npos) replace(": ", " ");  // "--skew: zpif: no such"
+  if (replace("Could not convert: ", "")) {                             // "--tokens = 2.5"
     replace(" = ", ": was ");
     text += "; must be a whole number";
   }
@@ -285,6 +304,10 @@ void run(const CommandInfo& command) {
     if (option && text.starts_with(error.argument())) {
       text.replace(0, error.argument().size(), option->name);  // as the user typed it
       names_option = true;
+      const std::size_t word = option->name.size() + 1, end = text.find(kNoSuchName);
+      if (end != std::string::npos) {
+        text += did_you_mean(text.substr(word, end - word), option->words());
+      }
     }
     // What names an option is a value that it cannot have.
     if (error.kind() == ErrorKind::kInvalidArgument && names_option) throw UsageError(text);

@@ -308,7 +308,7 @@ void add_explain(Program& program) {
   command
       .add_option("--tokens", options->num_tokens,
                   "Tokens that the workspace and the kernel configuration are for")
-      .not_negative()
+      .between(0, 1 << 20)
       .show_default();
   command.add_flag("--json", options->json,
                    "Print a JSON object instead of text, on a line for each scheme of layers");

@@ -16,18 +16,45 @@ namespace {
 
 using Rows = std::vector<std::pair<std::string, std::string>>;
 
-const Rows& environment() {
-  static const Rows table{
-      {"FUSEDMOE_CPU_ISA", "level of CPU instructions to use; doctor lists those that there are"},
-      {"FUSEDMOE_NUMA_NODES", "folder to read instead of /sys/devices/system/node; empty: none"},
-      {"FUSEDMOE_TUNED_CONFIGS", "file of tuned kernel configurations; empty: none"},
-      {"FUSEDMOE_TOKEN", "secret of ranks that meet at an address other hosts can reach"},
-      {"FUSEDMOE_NCCL", "libnccl.so.2 to load"},
-      {"MASTER_ADDR, MASTER_PORT", "where launched ranks meet, unless the launcher says it"},
-      {"OMP_NUM_THREADS", "number of CPU threads; default: all cores"},
-      {"NO_COLOR", "if set, messages have no color"},
+/// A variable, and the options of the commands that it concerns; none: all commands.
+struct Variable {
+  std::string name, text;
+  std::vector<std::string> options;
+};
+
+const std::vector<Variable>& variables() {
+  static const std::vector<Variable> table{
+      {"FUSEDMOE_CPU_ISA",
+       "level of CPU instructions to use; doctor lists those that there are",
+       {"--experts", "--comm"}},
+      {"FUSEDMOE_NUMA_NODES",
+       "folder to read instead of /sys/devices/system/node; empty: none",
+       {"--threads", "--comm"}},
+      {"FUSEDMOE_TUNED_CONFIGS",
+       "file of tuned kernel configurations; empty: none",
+       {"--device", "--comm"}},
+      {"FUSEDMOE_TOKEN", "secret of ranks that meet at an address other hosts can reach", {"--tp"}},
+      {"FUSEDMOE_NCCL", "libnccl.so.2 to load", {"--tp", "--comm"}},
+      {"MASTER_ADDR, MASTER_PORT",
+       "where launched ranks meet, unless the launcher says it",
+       {"--tp"}},
+      {"OMP_NUM_THREADS", "number of CPU threads; default: all cores", {"--threads", "--comm"}},
+      {"NO_COLOR", "if set, messages have no color", {}},
   };
   return table;
+}
+
+/// Those that concern a command; all of them where it is null.
+Rows environment(const CommandInfo* command) {
+  Rows rows;
+  for (const Variable& variable : variables()) {
+    const auto has = [&](const std::string& option) { return command->find(option) != nullptr; };
+    if (!command || variable.options.empty() ||
+        std::any_of(variable.options.begin(), variable.options.end(), has)) {
+      rows.emplace_back(variable.name, variable.text);
+    }
+  }
+  return rows;
 }
 
 const Rows& exit_statuses() {
@@ -81,6 +108,7 @@ Rows option_rows(const std::deque<OptionInfo>& options) {
   for (const OptionInfo& option : options) {
     rows.emplace_back(name_and_value(option), explanation(option));
   }
+  rows.emplace_back("-h, --help", "Print help");
   return rows;
 }
 
@@ -175,7 +203,7 @@ std::string help_text(const ProgramInfo& program, const CommandInfo* command, st
     text += section("Options", option_rows(command->options), width);
     text += section(command->table_title, command->table, width);
     text += section("Values", kind_rows(program, command), width);
-    text += command->examples.empty() ? "" : "\nExample:\n";
+    text += command->examples.size() > 1 ? "\nExamples:\n" : "\nExample:\n";
     for (const std::string& example : command->examples) text += "  " + example + "\n";
   } else {
     text = "Usage: " + program.name + " COMMAND [OPTIONS]\n\n" +
@@ -183,10 +211,10 @@ std::string help_text(const ProgramInfo& program, const CommandInfo* command, st
     text += section("Commands", command_rows(program), width);
     text += section("Options", option_rows(program.options), width);
     text +=
-        "\nExample:\n  fusedmoe synth --model gpt-oss-20b --out gpt-oss-20b\n"
+        "\nExamples:\n  fusedmoe synth --model gpt-oss-20b --out gpt-oss-20b\n"
         "  fusedmoe run --checkpoint gpt-oss-20b --tokens 64\n";
   }
-  text += section("Environment", environment(), width);
+  text += section("Environment", environment(command), width);
   text += section("Exit status", exit_statuses(), width);
   if (!command) {
     text += "\n" + wrapped(kOutputs, width, 0, 0) + " fusedmoe COMMAND --help says more.\n";
@@ -242,7 +270,7 @@ std::string manual_page(const ProgramInfo& program) {
     }
   }
   text += ".SH VALUES\n" + tagged(kind_rows(program, nullptr));
-  text += ".SH ENVIRONMENT\n" + tagged(environment());
+  text += ".SH ENVIRONMENT\n" + tagged(environment(nullptr));
   text += ".SH \"EXIT STATUS\"\n" + tagged(exit_statuses());
   return text;
 }

@@ -21,12 +21,12 @@ namespace fusedmoe::cli {
 
 void check_experts_name(const std::string& require) {
   const std::string wanted = require.substr(0, require.find('+'));
-  std::vector<std::string_view> names;
-  for (const ExpertsDescriptor* experts : all_experts()) names.push_back(experts->name());
+  std::vector<std::string> names;
+  for (const ExpertsDescriptor* experts : all_experts()) names.emplace_back(experts->name());
   if (require.empty() || std::find(names.begin(), names.end(), wanted) != names.end()) return;
   std::sort(names.begin(), names.end());
-  throw UsageError(fmt::format("--experts {}: no such implementation; there are: {}", wanted,
-                               fmt::join(names, ", ")));
+  throw UsageError(fmt::format("--experts {}: no such implementation; there are: {}{}", wanted,
+                               fmt::join(names, ", "), did_you_mean(wanted, names)));
 }
 
 std::string format_bytes(std::int64_t bytes) {

@@ -16,7 +16,15 @@ case $situation in
     wrong '^error: unknown command rnu; did you mean run\?$' rnu --checkpoint model
     wrong '^error: unknown command unlike; there are: run, ' unlike
     wrong '^error: unknown option --vresion; did you mean --version\?$' --vresion
-    wrong '^error: --skew: zpif: .* balanced, zipf; did you mean zipf\?$' bench --shape 1x1x1x1 --skew zpif
+    wrong '^error: --skew zpif: .* balanced, zipf; did you mean zipf\?$' bench --shape 1x1x1x1 --skew zpif
+    wrong '^error: unknown option -c$' run -c model
+    wrong '^error: unknown option --output; did you mean --out\?$' synth --model gpt-oss-20b --output x
+    wrong '^error: --scheme nvpf4: .*; did you mean nvfp4\?$' explain --model gpt-oss-20b --scheme nvpf4
+    wrong '^error: --experts sm91: .* did you mean sm90\?$' explain --model gpt-oss-20b --experts sm91
+    wrong '^error: --seed: was 99999999999999999999; must be at most 18,446,744,073,709,551,615$' run \
+      --checkpoint x --seed 99999999999999999999
+    wrong '^error: --tokens: was 9999999; must be from 0 to 1,048,576$' explain --model gpt-oss-20b \
+      --tokens 9999999
     wrong '^error: --tokens: was 0; must be from 1 to 1,048,576$' bench --shape 1x1x1x1 --tokens 0
     wrong '^error: --tokens: was 2.5; must be a whole number$' bench --shape 1x1x1x1 --tokens 2.5
     wrong '^error: --checkpoint needs a value: PATH$' run --checkpoint
@@ -37,16 +45,21 @@ case $situation in
     wrong '^error: --scheme fp9: no such name' explain --model gpt-oss-20b --scheme fp9
     refuses '^error: cannot open nowhere' inspect nowhere
     "$program" inspect nowhere 2>err || [[ $? -eq 1 ]] || fail "not exit status 1"
+    # A command names the variables that concern it.
+    succeeds inspect --help
+    says '^  NO_COLOR '
+    ! grep -q OMP_NUM_THREADS out || fail "threads of a command that has none"
     # Every command explains itself within the width that there is; only examples are not wrapped.
     commands=$(COLUMNS=200 "$program" --help | sed -n '/^Commands:/,/^$/s/^  \([a-z]*\) .*/\1/p')
     [[ $(wc -w <<<"$commands") -gt 9 ]] || fail "commands: $commands"
     for command in $commands; do
       COLUMNS=70 succeeds "$command" --help
       says "^Usage: fusedmoe $command"
-      says '^Example:'
+      says '^Examples?:'
+      says '^  -h, --help '
       says '^Exit status:'
       ! grep -q 'TEXT\|Option Group' out || fail "CLI11's words"
-      ! sed '/^Example:/,/^$/d' out | grep -q '.\{71\}' || fail "a line of more than 70 columns"
+      ! sed '/^Examples*:/,/^$/d' out | grep -q '.\{71\}' || fail "a line of more than 70 columns"
     done
     ;;
   usage_manual)
