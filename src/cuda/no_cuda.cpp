@@ -4,6 +4,7 @@
 #include "core/device_runtime.h"
 #include "cuda/backend.h"
 #include "cuda/device/capability.h"
+#include "cuda/device/device_code.h"
 #include "cuda/experts/experts.h"
 #include "cuda/experts/planner.h"
 #include "cuda/sm80/family.h"
@@ -115,6 +116,15 @@ std::span<const FormatLaunches> sm90_launches() {
   return {};
 }
 std::span<const FormatLaunches> sm80_launches() {
+  return {};
+}
+const void* sm90_probe() {
+  return nullptr;
+}
+const void* sm80_probe() {
+  return nullptr;
+}
+std::string code_problem(const void*, Device) {
   return {};
 }
 

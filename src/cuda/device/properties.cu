@@ -26,6 +26,7 @@ void pretend(const char* capability, DeviceProperties& properties) {
   limits.block_shared_bytes = std::min(limits.block_shared_bytes, named.block_shared_bytes);
   limits.multiprocessor_shared_bytes =
       std::min(limits.multiprocessor_shared_bytes, named.multiprocessor_shared_bytes);
+  limits.l2_bytes = std::min(limits.l2_bytes, named.l2_bytes);
 }
 
 DeviceProperties query(int index) {
@@ -41,9 +42,9 @@ DeviceProperties query(int index) {
   result.major = properties.major;
   result.minor = properties.minor;
   // H200 and H100 SXM have 132 multiprocessors, H100 PCIe 114, H20 78, fewer with MIG.
-  result.limits = {properties.multiProcessorCount,
-                   static_cast<std::int64_t>(properties.sharedMemPerBlockOptin),
-                   static_cast<std::int64_t>(properties.sharedMemPerMultiprocessor)};
+  result.limits = {
+      properties.multiProcessorCount, static_cast<std::int64_t>(properties.sharedMemPerBlockOptin),
+      static_cast<std::int64_t>(properties.sharedMemPerMultiprocessor), properties.l2CacheSize};
   if (const char* pretended = std::getenv("FUSEDMOE_PRETEND_CAPABILITY")) {
     pretend(pretended, result);
   }

@@ -1,10 +1,12 @@
 #include "cuda/experts/descriptor.h"
 
+#include <optional>
 #include <string>
 #include <utility>
 
 #include "core/check.h"
 #include "cuda/device/capability.h"
+#include "cuda/device/device_code.h"
 #include "cuda/device/limits.h"
 #include "cuda/experts/experts.h"
 #include "cuda/experts/packed_shapes.h"
@@ -29,9 +31,21 @@ Support supports_device(const MoeConfig& config, const KernelFamily& family) {
     }
   }
   const int capability = config.compute_capability.value_or(compute_capability(config.device));
-  if (family.runs_on(capability)) return Support::yes();
-  return no(core::format("compute capability {}.{}, needs {}", capability / 10, capability % 10,
-                         family.needs()));
+  if (!family.runs_on(capability)) {
+    return no(core::format("compute capability {}.{}, needs {}", capability / 10, capability % 10,
+                           family.needs()));
+  }
+  const std::optional<DeviceCode> code = code_for(family.architectures(), capability);
+  if (!code) {
+    return no(core::format("no machine code for compute capability {}.{} in this build, and no PTX",
+                           capability / 10, capability % 10));
+  }
+  // What machine code there is runs. PTX the driver has to compile.
+  if (!code->is_ptx || config.compute_capability) return Support::yes();
+  if (std::string problem = code_problem(family.kernel(), config.device); !problem.empty()) {
+    return no(std::move(problem));
+  }
+  return Support::yes();
 }
 
 /// The intermediate size is a multiple of it.

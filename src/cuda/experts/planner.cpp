@@ -77,6 +77,7 @@ MlpShape Planner::shape_of(const ProblemSize& problem) const {
   shape.intermediate = problem.intermediate;
   shape.gated = is_gated(config_.activation);
   shape.multiprocessors = device_.multiprocessors;
+  shape.l2_bytes = device_.l2_bytes;
   return shape;
 }
 

@@ -28,6 +28,10 @@ class KernelFamily {
   virtual bool runs_on(int capability) const = 0;
   /// What they need, for people: "9.0".
   virtual std::string_view needs() const = 0;
+  /// What they were compiled for, see code_for().
+  virtual std::string_view architectures() const = 0;
+  /// One of them, see code_problem(): any stands for all. Null in a build without CUDA.
+  virtual const void* kernel() const = 0;
   /// The tile shapes that are compiled for a format, from few tokens to many. Empty: it has no
   /// kernels here.
   virtual std::span<const TileShape> tiles(const WeightFormat& format) const = 0;

@@ -9,5 +9,7 @@ const KernelFamily& sm80_family();
 
 /// Of the generated files (cmake/FusedmoeKernels.cmake); none in a build without CUDA.
 std::span<const FormatLaunches> sm80_launches();
+/// A kernel that does nothing; null in a build without CUDA.
+const void* sm80_probe();
 
 }  // namespace fusedmoe::cuda

@@ -9,5 +9,7 @@ const KernelFamily& sm90_family();
 
 /// Of the generated files (cmake/FusedmoeKernels.cmake); none in a build without CUDA.
 std::span<const FormatLaunches> sm90_launches();
+/// A kernel that does nothing; null in a build without CUDA.
+const void* sm90_probe();
 
 }  // namespace fusedmoe::cuda

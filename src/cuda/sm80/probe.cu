@@ -1,0 +1,14 @@
+#include "cuda/sm80/family.h"
+
+namespace fusedmoe::cuda {
+namespace {
+
+__global__ void probe() {}
+
+}  // namespace
+
+const void* sm80_probe() {
+  return reinterpret_cast<const void*>(&probe);
+}
+
+}  // namespace fusedmoe::cuda
