@@ -44,7 +44,8 @@ def on_page_markdown(markdown, page, config, files):
 
 
 def on_page_content(html, page, config, files):
-    """Answers of the support matrix get a colour."""
+    """Answers of the support matrix get a colour, sources of the Python package their place."""
+    html = html.replace("build/python/fusedmoe/", "python/fusedmoe/")
     for sign, name in (("\N{CHECK MARK}", "yes"), ("\N{BALLOT X}", "no")):
         html = html.replace(f"<td>{sign}", f'<td><span class="{name}">{sign}</span>')
     return html

