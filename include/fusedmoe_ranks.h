@@ -122,6 +122,87 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_fixed_workspace_bytes(const fusedm
                                                                     int64_t num_tokens,
                                                                     size_t* bytes);
 
+/* ------------------------------------------------------------------------------------------------
+ * Balance: which experts to put on which rank, and to move them there while a layer serves. Rules
+ * are those of LoadWindow and balance() in fusedmoe/balance.h and of MoeLayer in fusedmoe/layer.h.
+ */
+
+/* How many tokens chose each expert in the last num_forwards forwards of each layer. */
+typedef struct fusedmoe_load_window fusedmoe_load_window;
+FUSEDMOE_C_API fusedmoe_status fusedmoe_load_window_create(int64_t num_layers, int64_t num_experts,
+                                                           int64_t num_forwards,
+                                                           fusedmoe_load_window** window);
+/* expert_load: that of fusedmoe_forward_args, filled. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_load_window_add(fusedmoe_load_window* window, int64_t layer,
+                                                        const fusedmoe_tensor* expert_load);
+/* Fills num_layers * num_experts loads. With a communicator they are sums over its ranks, the same
+ * on all, which all ask for them; NULL: of this rank. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_load_window_get(const fusedmoe_load_window* window,
+                                                        fusedmoe_communicator* communicator,
+                                                        double* loads, size_t count);
+FUSEDMOE_C_API fusedmoe_status fusedmoe_load_window_clear(fusedmoe_load_window* window);
+FUSEDMOE_C_API void fusedmoe_load_window_destroy(fusedmoe_load_window* window);
+
+typedef struct fusedmoe_balance_options { /* BalanceOptions */
+  size_t struct_size;
+  int32_t num_ranks; /* 0: 1 */
+  int32_t num_hosts; /* 0: 1 */
+  int64_t redundant; /* copies beyond one of each expert */
+  int64_t num_groups;
+  /* JSON: what the ranks hold now, one for all layers or one for each. */
+  const char* const* placements;
+  int64_t num_placements;
+} fusedmoe_balance_options;
+
+typedef struct fusedmoe_balanced_layer {
+  size_t struct_size;
+  const char* placement; /* JSON; lives as long as what it was taken from */
+  double before, after;  /* load of the busiest rank over the mean of all */
+} fusedmoe_balanced_layer;
+
+typedef struct fusedmoe_balanced fusedmoe_balanced;
+/* loads: (num_layers, num_experts), tokens that chose each. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_balance(const double* loads, int64_t num_layers,
+                                                int64_t num_experts,
+                                                const fusedmoe_balance_options* options,
+                                                fusedmoe_balanced** balanced);
+FUSEDMOE_C_API fusedmoe_status fusedmoe_balanced_get(const fusedmoe_balanced* balanced,
+                                                     int64_t layer,
+                                                     fusedmoe_balanced_layer* values);
+FUSEDMOE_C_API void fusedmoe_balanced_destroy(fusedmoe_balanced* balanced);
+
+/* Which rank has which experts now, as JSON that lives until they move or the layer goes; NULL
+ * unless ranks with a communicator share experts. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_placement(const fusedmoe_layer* layer,
+                                                        const char** placement);
+/* Collective, between two forwards: brings the experts that arrive here. Forwards then go on as
+ * before, until all ranks commit the move between the same two of them, in which nobody waits. An
+ * error of one rank is one of all, and changes nothing. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_start_move(fusedmoe_layer* layer,
+                                                         const char* placement);
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_commit_move(fusedmoe_layer* layer);
+
+/* Where experts are that no rank has any more: in a layer of a checkpoint, or with the caller. */
+typedef struct fusedmoe_lost_experts {
+  size_t struct_size;
+  const fusedmoe_checkpoint* checkpoint; /* of all experts; or NULL: run is called */
+  int64_t layer_index;                   /* of the checkpoint */
+  void* context;
+  /* Calls give(data, weights) with those of this expert alone; what they point to must live until
+   * the layer asks for the next expert or is bound. Returns 0 if that worked. */
+  int32_t (*run)(void* context, int64_t expert,
+                 void (*give)(void* data, const fusedmoe_expert_weights* weights), void* data);
+} fusedmoe_lost_experts;
+
+/* After a rank has failed: the layer goes on with a new communicator of those that are left, where
+ * the placement puts its experts. Collective over the new communicator. Experts that none of its
+ * ranks has come from `lost`; NULL: that there are some is an error. The layer is as before where
+ * this fails. The strings of fusedmoe_layer_get_info are then new ones. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_rebind(fusedmoe_layer* layer,
+                                                     fusedmoe_communicator* communicator,
+                                                     const char* placement,
+                                                     const fusedmoe_lost_experts* lost);
+
 #ifdef __cplusplus
 }
 #endif

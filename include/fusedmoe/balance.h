@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -9,6 +10,33 @@
 #include "fusedmoe/parallel.h"
 
 namespace fusedmoe {
+
+class Communicator;
+
+/// How many tokens chose each expert of some layers in the last forwards: the loads that balance()
+/// takes. One thread at a time.
+class FUSEDMOE_API LoadWindow {
+ public:
+  /// Of the last num_forwards forwards of each layer. Throws Error unless all are positive.
+  LoadWindow(std::int64_t num_layers, std::int64_t num_experts, std::int64_t num_forwards);
+  ~LoadWindow();
+  LoadWindow(LoadWindow&&) noexcept;
+  LoadWindow& operator=(LoadWindow&&) noexcept;
+
+  /// A forward's ForwardOptions::expert_load, i32; what zero experts have behind the others is left
+  /// out. Of a GPU's it waits for the device's default stream.
+  void add(std::int64_t layer, const TensorView& expert_load);
+  /// (num_layers, num_experts): sums over the window.
+  std::vector<double> loads() const;
+  /// Collective: the sums over the ranks, which see different tokens. The same on all.
+  std::vector<double> loads(Communicator& ranks) const;
+  /// Forgets all forwards.
+  void clear();
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
 
 struct BalanceOptions {
   int num_ranks = 1;

@@ -379,6 +379,10 @@ class FUSEDMOE_API Experts {
   /// The default throws Error: the implementation cannot.
   virtual void repack(const ExpertWeights& weights, std::int64_t expert,
                       PackedWeights& packed) const;
+  /// Room for the experts of config(), of the layout of `like`, which may have another number of
+  /// them: PackedWeights::replace_expert() and repack() fill it.
+  /// The default throws Error: the implementation cannot.
+  virtual std::shared_ptr<PackedWeights> make_room(const PackedWeights& like) const;
   /// Whether apply() can use these weights.
   virtual bool accepts(const PackedWeights& weights) const = 0;
 

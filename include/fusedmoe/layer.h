@@ -129,8 +129,12 @@ FUSEDMOE_API ExpertWeights slice_experts(const ExpertWeights& weights, Slice sli
 /// The slices of the intermediate size are multiples of it: scale groups and packed words whole.
 FUSEDMOE_API std::int64_t slice_unit(const QuantScheme& scheme);
 
-/// Immutable after construction; forward may run on several threads with separate workspaces. A
-/// layer that was moved from throws Error when it is used.
+/// The weights of one expert, in the form and order in which a checkpoint has them.
+using ExpertSource = std::function<ExpertWeights(std::int64_t expert)>;
+
+/// forward may run on several threads with separate workspaces, but not beside start_move(),
+/// commit_move() and rebind(), which alone change a layer. A layer that was moved from throws Error
+/// when it is used.
 ///
 /// Shared experts run through a kernel of their own, as one expert that every token chooses, and
 /// are added to the routed output in fp32: below f32 that sum is the third rounding, after one in
@@ -217,9 +221,33 @@ class FUSEDMOE_API MoeLayer {
                     const TensorView& output, Workspace workspace,
                     const ForwardOptions& options = {}) const;
 
+  /// Which rank has which experts now; none unless ranks with a communicator share experts.
+  std::optional<ExpertPlacement> placement() const;
+  /// Begins to move experts between the ranks, to where `placement` wants them: brings those that
+  /// arrive here to memory of their own, and leaves everything else as it is. Forwards go on with
+  /// the placement that there was, until commit_move(). Collective, between two forwards, and it
+  /// takes as long as the bytes take. What was begun before is forgotten. Throws Error, on all
+  /// ranks, where ranks give different placements; where a rank would hold another number of
+  /// experts than now; or where one cannot do its part: nothing has then changed, and the
+  /// communicator stays usable, unless a rank has gone.
+  void start_move(const ExpertPlacement& placement);
+  /// From now on the experts are where start_move() wanted them: the layer is, to the bit, one made
+  /// with that placement. Waits for nobody, so all ranks call it between the same two forwards. In
+  /// the next one a rank that has not done so is an Error of all that names both sides.
+  void commit_move();
+  /// After a rank has failed, or to leave some out: goes on with a new communicator of the ranks
+  /// that are left. `placement` is for them, as many as before or not, and any number of experts on
+  /// each. Experts come from where they are, and those that are nowhere from `lost`, which is then
+  /// asked on the ranks that are to hold them. Collective over the new communicator; between two
+  /// forwards. Throws Error, on all ranks, as making a layer does, and where an expert is nowhere:
+  /// the layer is then as it was. Needs memory for the old and the new experts together.
+  void rebind(std::shared_ptr<Communicator> communicator, const ExpertPlacement& placement,
+              const ExpertSource& lost = {});
+
  private:
   struct Impl;
   const Impl& impl() const;
+  Impl& impl();
   std::unique_ptr<Impl> impl_;
 };
 

@@ -90,6 +90,12 @@ class FUSEDMOE_API PrepareAndFinalize {
   /// A forward has failed on this rank, maybe before prepare, or was given up: the other ranks must
   /// not wait for it.
   virtual void abandon(std::string_view /*reason*/) const noexcept {}
+  /// The experts have moved between the ranks, each of which holds as many as before: rewrites, in
+  /// place, what it knows of that. Between two forwards, on all ranks: in the next one they compare
+  /// how often this was called.
+  virtual void move_experts(const ExpertPlacement& /*placement*/) const {}
+  /// Number of its layer among those of the communicator; 0 on one rank.
+  virtual std::uint64_t layer() const { return 0; }
 
  private:
   friend class ModularKernel;

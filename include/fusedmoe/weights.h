@@ -183,6 +183,17 @@ class FUSEDMOE_API PackedWeights {
   /// default throws Error: the implementation has no layout of its own.
   virtual PackedParts parts() const;
 
+  // Experts that move from one such object to another, on this rank or on others. The defaults
+  // throw Error: those of the implementation do not move.
+
+  /// What both must have the same of beside Info: "scales f32 of 128, f32 of 128".
+  virtual std::string expert_layout() const;
+  /// One expert as it is packed, copied to weights of it alone.
+  virtual std::shared_ptr<PackedWeights> extract_expert(std::int64_t expert) const;
+  /// Overwrites an expert by the only one of `one`, in place. No forward may run meanwhile. Throws
+  /// Error, before it writes, for one of another layout or size.
+  virtual void replace_expert(std::int64_t expert, const PackedWeights& one);
+
  private:
   Info info_;
 };

@@ -31,6 +31,7 @@ from .quant import (
 from .ranks import (
     BalancedLayer,
     Communicator,
+    LoadWindow,
     balance,
     linear_placement,
     round_robin_placement,
@@ -43,6 +44,7 @@ __all__ = [
     "Candidate",
     "Checkpoint",
     "Communicator",
+    "LoadWindow",
     "MoELayer",
     "PackCache",
     "QuantizedMatrix",

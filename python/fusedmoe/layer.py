@@ -13,7 +13,8 @@ from .step import Step
 
 
 class MoELayer:
-    """One Mixture-of-Experts layer. Immutable; several threads may call it at once.
+    """One Mixture-of-Experts layer. Several threads may call it at once; only start_move(),
+    commit_move() and rebind() change it, and none may call it meanwhile.
 
     Made by from_checkpoint() or from_tensors(). Scratch memory is kept from call to call.
     """
@@ -337,6 +338,71 @@ class MoELayer:
             fixed_sizes,
         ]
 
+    @property
+    def placement(self) -> Optional[str]:
+        """Which rank has which experts, as JSON; None unless ranks share them."""
+        return self._handle.placement()
+
+    def start_move(self, placement: str) -> None:
+        """Brings the experts that arrive here to where `placement` wants them; calls go on as
+        before until commit_move(). All ranks call it, between two calls of the layer.
+
+        Args:
+            placement: JSON, as balance() makes it; each rank keeps its number of experts.
+
+        Raises:
+            RuntimeError: on all ranks, of which nothing has changed.
+        """
+        self._handle.start_move(placement)
+
+    def commit_move(self) -> None:
+        """From now on experts are where start_move() wanted them. It waits for nobody, so all ranks
+        call it between the same two calls of the layer; in the next one a rank that did not is an
+        error that names it.
+        """
+        self._handle.commit_move()
+
+    def rebind(
+        self,
+        communicator: Communicator,
+        placement: str,
+        *,
+        checkpoint: Union[Checkpoint, Path, None] = None,
+        layer: int = 0,
+        lost: Optional[Callable[[int], Dict[str, Any]]] = None,
+    ) -> None:
+        """After a rank has failed: goes on with the ranks that are left, which all call it.
+
+        Args:
+            communicator: a new one, of those ranks.
+            placement: JSON, of all experts on them, any number on each.
+            checkpoint: where experts that no rank has any more come from.
+            layer: of the checkpoint.
+            lost: instead of a checkpoint, returns the weights of an expert alone: {"w13": (1, ...),
+                "w2": (1, ...), "scheme": ..., "w1_scale": ..., ...}, as from_tensors() has them.
+
+        Raises:
+            RuntimeError: on all ranks, if an expert is nowhere, for one; the layer is as before.
+        """
+        if checkpoint is not None and lost is not None:
+            raise TypeError("lost: cannot be given beside checkpoint")
+        opened = checkpoint if isinstance(checkpoint, Checkpoint) else None
+        if checkpoint is not None and opened is None:
+            opened = Checkpoint(checkpoint)
+
+        def weights_of(expert: int) -> Dict[str, Any]:
+            assert lost is not None
+            return _arrays_of(checked(lost(expert), _WEIGHTS | {"w13", "w2"}, "name in lost()"))
+
+        self._handle.rebind(
+            communicator._handle,
+            placement,
+            None if opened is None else opened._handle,
+            layer,
+            None if lost is None else weights_of,
+        )
+        self.info = self._handle.info()
+
     def workspace_bytes(self, num_tokens: int, fixed_sizes: bool = False) -> int:
         """Scratch memory that a call with so many tokens needs; across ranks max_tokens."""
         return self._handle.workspace_bytes(num_tokens, fixed_sizes)
@@ -377,7 +443,7 @@ class MoELayer:
         return f"fusedmoe.MoELayer({self.plan_line})"
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> "MoELayer":
-        return self  # nothing in it changes
+        return self  # weights of a layer are shared, not copied
 
 
 _OPTIONS = frozenset(

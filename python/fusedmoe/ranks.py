@@ -4,6 +4,7 @@ import os
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, TypeVar, Union
 
 from . import _core
+from ._arrays import array
 
 T = TypeVar("T")
 
@@ -284,6 +285,38 @@ def linear_placement(num_experts: int, num_ranks: int, redundant: int = 0) -> st
 def round_robin_placement(num_experts: int, num_ranks: int) -> str:
     """Expert e on rank e % num_ranks, as JSON."""
     return _core.make_placement("round_robin", num_experts, num_ranks, 0)
+
+
+class LoadWindow:
+    """How many tokens chose each expert of some layers in the last calls: loads for balance().
+
+    Args:
+        num_layers: how many.
+        num_experts: of each layer.
+        num_calls: of a layer that count; older ones are forgotten.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, num_calls: int) -> None:
+        self._handle = _core.LoadWindow(num_layers, num_experts, num_calls)
+        self._num_experts = num_experts
+
+    def add(self, layer: int, expert_load: Any) -> None:
+        """Adds what a call of the layer has filled: (num_experts) int32."""
+        self._handle.add(layer, array(expert_load))
+
+    def loads(self, communicator: Optional[Communicator] = None) -> List[List[float]]:
+        """(num_layers, num_experts): sums over the calls.
+
+        Args:
+            communicator: sums over its ranks too, the same on all, which all call this.
+        """
+        sums = self._handle.loads(None if communicator is None else communicator._handle)
+        each = self._num_experts
+        return [sums[begin : begin + each] for begin in range(0, len(sums), each)]
+
+    def clear(self) -> None:
+        """Forgets all calls."""
+        self._handle.clear()
 
 
 class BalancedLayer(NamedTuple):

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -214,6 +215,26 @@ PreparedLayer create(nb::handle w13, nb::handle w2, const nb::dict& settings,
   return prepared;
 }
 
+/// The experts that no rank has come from the checkpoint, or from `lost`, a Python function that
+/// returns the settings of one expert with its w13 and w2; or both are None.
+void rebind(PyLayer& layer, PyCommunicator& communicator, const std::string& placement,
+            const Checkpoint* checkpoint, std::int64_t index, nb::handle lost) {
+  const ExpertPlacement placed = ExpertPlacement::parse(placement);
+  std::list<Kept> kept;
+  ExpertSource source;
+  if (checkpoint) {
+    source = [=](std::int64_t expert) { return checkpoint->load_expert(index, expert); };
+  } else if (!lost.is_none()) {
+    source = [&](std::int64_t expert) {
+      const WithGil gil;
+      const auto settings = nb::cast<nb::dict>(lost(expert));
+      return experts_of(item(settings, "w13"), item(settings, "w2"), settings, kept.emplace_back());
+    };
+  }
+  const WithoutGil no_gil;
+  layer.layer.rebind(communicator.communicator, placed, source);
+}
+
 struct Call {
   Kept kept;
   TensorView hidden_states, output;
@@ -331,6 +352,24 @@ void bind_layer(nb::module_& module) {
            [](const PyLayer& self, std::int64_t num_tokens) {
              return self.layer.shared_bytes(num_tokens);
            })
+      .def("placement",
+           [](const PyLayer& self) {
+             const auto placement = self.layer.placement();
+             return placement ? std::optional(placement->json()) : std::nullopt;
+           })
+      .def("start_move",
+           [](PyLayer& self, const std::string& placement) {
+             const ExpertPlacement wanted = ExpertPlacement::parse(placement);
+             const WithoutGil no_gil;
+             self.layer.start_move(wanted);
+           })
+      .def("commit_move",
+           [](PyLayer& self) {
+             const WithoutGil no_gil;
+             self.layer.commit_move();
+           })
+      .def("rebind", &rebind, nb::arg("communicator"), nb::arg("placement"),
+           nb::arg("checkpoint").none(), nb::arg("layer"), nb::arg("lost").none())
       .def("save_packed",
            [](const PyLayer& self, const std::string& path) {
              const WithoutGil no_gil;

@@ -215,6 +215,24 @@ void bind_ranks(nb::module_& module) {
         return ExpertPlacement::round_robin(num_experts, num_ranks).json();
       },
       nb::arg("kind"), nb::arg("num_experts"), nb::arg("num_ranks"), nb::arg("redundant"));
+  nb::class_<LoadWindow>(module, "LoadWindow")
+      .def(nb::init<std::int64_t, std::int64_t, std::int64_t>(), nb::arg("num_layers"),
+           nb::arg("num_experts"), nb::arg("num_forwards"))
+      .def(
+          "add",
+          [](LoadWindow& self, std::int64_t layer, nb::handle expert_load) {
+            Kept kept;
+            self.add(layer, view_of(expert_load, "expert_load", kept));
+          },
+          nb::arg("layer"), nb::arg("expert_load").none())
+      .def(
+          "loads",
+          [](const LoadWindow& self, PyCommunicator* ranks) {
+            const WithoutGil no_gil;
+            return ranks ? self.loads(*ranks->communicator) : self.loads();
+          },
+          nb::arg("communicator").none())
+      .def("clear", &LoadWindow::clear);
   module.def("balance", &balance_loads, nb::arg("loads"), nb::arg("num_experts"),
              nb::arg("num_ranks"), nb::arg("redundant"), nb::arg("num_hosts"),
              nb::arg("num_groups"), nb::arg("placements"));

@@ -2,7 +2,9 @@
 #include "fusedmoe/layer.h"
 
 #include <algorithm>
+#include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -117,15 +119,23 @@ struct fusedmoe_layer {
                  const fusedmoe::LayerOptions& options)
       : executor(std::move(threads)),
         layer(std::move(weights), options),
-        output_dtype(options.output_dtype.value_or(options.dtype)),
-        plan_line(layer.plan_line()),
-        plan(layer.plan_json()),
-        table(layer.selection().table()) {}
+        output_dtype(options.output_dtype.value_or(options.dtype)) {
+    describe();
+  }
+  /// The texts that C may keep, of what the layer is now.
+  void describe() {
+    plan_line = layer.plan_line();
+    plan = layer.plan_json();
+    table = layer.selection().table();
+    const auto placed = layer.placement();
+    placement = placed ? std::optional(placed->json()) : std::nullopt;
+  }
 
   std::unique_ptr<fusedmoe::Executor> executor;
   fusedmoe::MoeLayer layer;
   fusedmoe::DType output_dtype;
   std::string plan_line, plan, table;
+  std::optional<std::string> placement;  // JSON
 };
 
 namespace fusedmoe::capi {
@@ -159,6 +169,41 @@ fusedmoe_status make_layer(const fusedmoe_layer_options* options, fusedmoe_layer
     }
     *layer = new fusedmoe_layer(std::move(executor), std::move(weights), made);
   });
+}
+
+/// Where experts that no rank has come from.
+ExpertSource to_source(const fusedmoe_lost_experts* lost) {
+  if (!lost) return {};
+  const fusedmoe_lost_experts l = read_struct(lost, "lost");
+  if ((l.checkpoint != nullptr) == (l.run != nullptr)) {
+    throw Error::invalid("lost", "lost needs one of checkpoint and run, where experts come from");
+  }
+  if (l.checkpoint) {
+    return [&checkpoint = l.checkpoint->checkpoint, layer = l.layer_index](std::int64_t expert) {
+      return checkpoint.load_expert(layer, expert);
+    };
+  }
+  struct Given {
+    std::optional<ExpertWeights> weights;
+    std::exception_ptr error;  // it must not pass the caller's frames
+  };
+  return [l](std::int64_t expert) {
+    Given result;
+    const auto give = [](void* data, const fusedmoe_expert_weights* weights) {
+      auto& here = *static_cast<Given*>(data);
+      try {
+        here.weights = to_experts(weights, "weights").weights();
+      } catch (...) {
+        here.error = std::current_exception();
+      }
+    };
+    const std::int32_t failed = l.run(l.context, expert, give, &result);
+    if (result.error) std::rethrow_exception(result.error);
+    if (failed || !result.weights) {
+      throw Error::invalid("lost.run", "lost.run has not given expert " + std::to_string(expert));
+    }
+    return *result.weights;
+  };
 }
 
 /// The members that both kinds of forward have.
@@ -336,4 +381,36 @@ fusedmoe_status fusedmoe_step_finish(fusedmoe_step* step) {
 
 void fusedmoe_step_destroy(fusedmoe_step* step) {
   delete step;
+}
+
+fusedmoe_status fusedmoe_layer_placement(const fusedmoe_layer* layer, const char** placement) {
+  return guarded([&] {
+    const auto& json = given(layer, "layer").placement;
+    given(placement, "placement") = json ? json->c_str() : nullptr;
+  });
+}
+
+fusedmoe_status fusedmoe_layer_start_move(fusedmoe_layer* layer, const char* placement) {
+  return guarded([&] {
+    given(layer, "layer")
+        .layer.start_move(fusedmoe::ExpertPlacement::parse(&given(placement, "placement")));
+  });
+}
+
+fusedmoe_status fusedmoe_layer_commit_move(fusedmoe_layer* layer) {
+  return guarded([&] {
+    given(layer, "layer").layer.commit_move();
+    layer->describe();
+  });
+}
+
+fusedmoe_status fusedmoe_layer_rebind(fusedmoe_layer* layer, fusedmoe_communicator* communicator,
+                                      const char* placement, const fusedmoe_lost_experts* lost) {
+  return guarded([&] {
+    given(layer, "layer")
+        .layer.rebind(given(communicator, "communicator").communicator,
+                      fusedmoe::ExpertPlacement::parse(&given(placement, "placement")),
+                      fusedmoe::capi::to_source(lost));
+    layer->describe();
+  });
 }

@@ -89,6 +89,17 @@ std::vector<std::int64_t> Checkpoint::moe_layers() const {
   return numbers;
 }
 
+ExpertWeights Checkpoint::load_expert(std::int64_t layer, std::int64_t expert) const {
+  const checkpoint::OpenedCheckpoint& opened = impl_->opened;
+  const ModelConfig model = opened.layer_config(layer);
+  FUSEDMOE_CHECK(expert >= 0 && expert < model.router.num_experts, "expert",
+                 core::to_string(expert), core::format("in [0, {})", model.router.num_experts));
+  const std::vector<std::int32_t> experts{static_cast<std::int32_t>(expert)};
+  return checkpoint::load_block(model, impl_->block(layer),
+                                core::format("{}: layer {}", opened.label, layer), experts)
+      .experts;
+}
+
 LayerWeights Checkpoint::load_layer(std::int64_t layer) const {
   return load_layer(layer, ParallelConfig{});
 }

@@ -35,6 +35,7 @@ class CpuExperts final : public core::RoutedExperts {
   ExpertWeights unpack(const PackedWeights& packed, std::int64_t expert) const override;
   void repack(const ExpertWeights& weights, std::int64_t expert,
               PackedWeights& packed) const override;
+  std::shared_ptr<PackedWeights> make_room(const PackedWeights& like) const override;
 
  private:
   void run_routed(const ForwardArgs& args) const override { Forward(*this, args).run(); }
@@ -124,10 +125,17 @@ void CpuExperts::repack(const ExpertWeights& weights, std::int64_t expert,
   ExpertWeights first = weights;
   first.experts.resize(1);
   // Packed apart first: what cannot be packed must not leave an expert half replaced.
-  PackedWeights::Info info = packed.info();
-  info.num_experts = 1;
-  const CpuPackedWeights one(info, first, {});
-  static_cast<CpuPackedWeights&>(packed).replace(expert, one);
+  const CpuPackedWeights one(core::info_of_one(packed.info()), first, {});
+  packed.replace_expert(expert, one);
+}
+
+std::shared_ptr<PackedWeights> CpuExperts::make_room(const PackedWeights& like) const {
+  const auto* of_cpu = dynamic_cast<const CpuPackedWeights*>(&like);
+  FUSEDMOE_CHECK(of_cpu, "like", like.info().implementation, "packed by cpu");
+  PackedWeights::Info info = like.info();
+  info.num_experts = config().num_local_experts;
+  info.read_only = false;
+  return std::make_shared<CpuPackedWeights>(info, *of_cpu, nodes());
 }
 
 }  // namespace

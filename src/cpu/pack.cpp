@@ -189,6 +189,20 @@ CpuPackedWeights::CpuPackedWeights(Info info, const PackedParts& parts,
   }
 }
 
+CpuPackedWeights::CpuPackedWeights(const Info& info, const CpuPackedWeights& like,
+                                   const std::vector<core::NumaNode>& nodes)
+    : CpuPackedWeights(info) {
+  const std::int64_t num_experts = info.num_experts;
+  origins_.resize(static_cast<std::size_t>(num_experts));
+  data_ = Tensor::empty({lay_out(like.formats(), nodes)}, DType::kU8);
+  for (const ColumnPart& part : column_parts()) {
+    part.tensor = Tensor::empty({num_experts, part.columns}, DType::kF32);
+  }
+  if (nodes.empty()) return;
+  const NodeWishes wishes(data_, gemm1_.parts, nodes);
+  fill_bytes(data_, 0, {});  // a page lies where it is first written
+}
+
 /// Sets the GEMMs, and returns the bytes of all tiles.
 std::int64_t CpuPackedWeights::lay_out(const TileFormats& formats,
                                        const std::vector<core::NumaNode>& nodes) {
@@ -378,30 +392,6 @@ ExpertWeights CpuPackedWeights::unpack(std::int64_t expert) const {
   }
   weights.validate();
   return weights;
-}
-
-void CpuPackedWeights::replace(std::int64_t expert, const CpuPackedWeights& one) {
-  const auto same = [](const TileFormat& a, const TileFormat& b) {
-    return a.scales == b.scales && a.group == b.group;
-  };
-  if (!same(gemm1_.shape.format, one.gemm1_.shape.format) ||
-      !same(gemm2_.shape.format, one.gemm2_.shape.format)) {
-    throw Error::invalid("weights.scales",
-                         "weights.scales have another dtype than those that were packed, or begin "
-                         "elsewhere in a block");
-  }
-  copy_tiles(one.gemm1_, one.data_, 0, gemm1_, data_, expert);
-  copy_tiles(one.gemm2_, one.data_, 0, gemm2_, data_, expert);
-  const auto copy = [&](const Tensor& target, const Tensor& source) {
-    if (!target) return;
-    const std::int64_t columns = target.size(1);
-    std::copy_n(source.as<const float>(), columns, target.as<float>() + expert * columns);
-  };
-  copy(bias1_, one.bias1_);
-  copy(bias2_, one.bias2_);
-  copy(scales1_, one.scales1_);
-  copy(scales2_, one.scales2_);
-  origins_[static_cast<std::size_t>(expert)] = one.origins_.front();
 }
 
 }  // namespace fusedmoe::cpu

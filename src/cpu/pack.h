@@ -8,6 +8,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -58,6 +59,9 @@ class CpuPackedWeights final : public PackedWeights {
                    const std::vector<core::NumaNode>& nodes = {});
   /// What parts() took apart. In one part they stay where they lie.
   CpuPackedWeights(Info info, const PackedParts& parts, const std::vector<core::NumaNode>& nodes);
+  /// Room for experts, of the tile formats of `like`.
+  CpuPackedWeights(const Info& info, const CpuPackedWeights& like,
+                   const std::vector<core::NumaNode>& nodes);
 
   std::int64_t nbytes() const override;
   /// "tiles", in one part; "formats" i32 (2, 2): scale type and group of both GEMMs' tiles; for
@@ -65,6 +69,9 @@ class CpuPackedWeights final : public PackedWeights {
   /// know of gate, up and down: "first" i64 (E, 3, 2), "scale_dtypes" i32 (E, 3), "input_scales"
   /// f32 (E, 3).
   PackedParts parts() const override;
+  std::string expert_layout() const override;
+  std::shared_ptr<PackedWeights> extract_expert(std::int64_t expert) const override;
+  void replace_expert(std::int64_t expert, const PackedWeights& one) override;
   const PackedGemm& gemm1() const { return gemm1_; }
   const PackedGemm& gemm2() const { return gemm2_; }
   const std::byte* tile1(std::int64_t expert, std::int64_t tile) const {
@@ -88,8 +95,6 @@ class CpuPackedWeights final : public PackedWeights {
 
   /// Undoes the packing of one expert, into tensors of its own.
   ExpertWeights unpack(std::int64_t expert) const;
-  /// Replaces an expert by the only one of `one`, which is of the same sizes and scheme.
-  void replace(std::int64_t expert, const CpuPackedWeights& one);
 
  private:
   /// What unpack() must know of a matrix and tiles do not hold.
@@ -118,6 +123,9 @@ class CpuPackedWeights final : public PackedWeights {
   std::int64_t lay_out(const TileFormats& formats, const std::vector<core::NumaNode>& nodes);
   std::int64_t make_parts(std::int64_t num_experts, const std::vector<core::NumaNode>& nodes);
   std::vector<ColumnPart> column_parts();
+  TileFormats formats() const { return {gemm1_.shape.format, gemm2_.shape.format}; }
+  /// Everything of an expert of `from`, whose tile formats are the same.
+  void put(std::int64_t expert, const CpuPackedWeights& from, std::int64_t from_expert);
   static TileFormats read_formats(const QuantScheme& scheme, const PackedParts& parts);
   void read_origins(const PackedParts& parts);
   void pack_one_tile(std::int64_t expert, const ExpertMatrices& source, bool first,

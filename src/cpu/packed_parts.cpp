@@ -1,8 +1,11 @@
-// Packed weights of the CPU experts taken apart, as files keep them, and what putting them together
-// reads. It is checked: it may be anybody's file.
+// Packed weights of the CPU experts taken apart: all of them, as files keep them, and what putting
+// them together reads (it is checked: it may be anybody's file); and one expert, which moves.
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <iterator>
+#include <memory>
+#include <string>
 #include <utility>
 
 #include "core/check.h"
@@ -103,6 +106,51 @@ void CpuPackedWeights::read_origins(const PackedParts& parts) {
       origin->input_scale = scales.as<const float>()[i++];
     }
   }
+}
+
+std::string CpuPackedWeights::expert_layout() const {
+  constexpr std::array<const char*, 6> kNames{"none", "f32", "f16", "bf16", "e4m3", "e8m0"};
+  const auto text = [&](const TileFormat& format) {
+    return core::format("{} of {}", kNames[static_cast<std::size_t>(format.scales)], format.group);
+  };
+  return core::format("scales {}, {}", text(gemm1_.shape.format), text(gemm2_.shape.format));
+}
+
+std::shared_ptr<PackedWeights> CpuPackedWeights::extract_expert(std::int64_t expert) const {
+  core::check_expert_index(info(), expert);
+  const auto one = std::make_shared<CpuPackedWeights>(core::info_of_one(info()), *this,
+                                                      std::vector<core::NumaNode>());
+  one->put(0, *this, expert);
+  return one;
+}
+
+void CpuPackedWeights::replace_expert(std::int64_t expert, const PackedWeights& one) {
+  core::check_one_expert(info(), expert, one.info());
+  const auto* of_cpu = dynamic_cast<const CpuPackedWeights*>(&one);
+  FUSEDMOE_CHECK(of_cpu, "one", one.info().implementation, "packed by cpu");
+  if (of_cpu->expert_layout() != expert_layout()) {
+    throw Error::invalid("weights.scales",
+                         "weights.scales have another dtype than those that were packed, or begin "
+                         "elsewhere in a block");
+  }
+  put(expert, *of_cpu, 0);
+}
+
+void CpuPackedWeights::put(std::int64_t expert, const CpuPackedWeights& from,
+                           std::int64_t from_expert) {
+  copy_tiles(from.gemm1_, from.data_, from_expert, gemm1_, data_, expert);
+  copy_tiles(from.gemm2_, from.data_, from_expert, gemm2_, data_, expert);
+  const auto copy = [&](const Tensor& target, const Tensor& source) {
+    if (!target) return;
+    const std::int64_t columns = target.size(1);
+    std::copy_n(source.as<const float>() + from_expert * columns, columns,
+                target.as<float>() + expert * columns);
+  };
+  copy(bias1_, from.bias1_);
+  copy(bias2_, from.bias2_);
+  copy(scales1_, from.scales1_);
+  copy(scales2_, from.scales2_);
+  origins_[static_cast<std::size_t>(expert)] = from.origins_[static_cast<std::size_t>(from_expert)];
 }
 
 }  // namespace fusedmoe::cpu

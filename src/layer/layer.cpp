@@ -285,6 +285,10 @@ const MoeLayer::Impl& MoeLayer::impl() const {
   return *impl_;
 }
 
+MoeLayer::Impl& MoeLayer::impl() {
+  return const_cast<Impl&>(std::as_const(*this).impl());
+}
+
 const MoeConfig& MoeLayer::config() const {
   return impl().config;
 }

@@ -1,5 +1,6 @@
 // MoeLayer's construction: checks, agreement with the other ranks, selection, packing.
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <utility>
 
@@ -13,6 +14,7 @@
 #include "layer/layer_impl.h"
 #include "layer/rank_transports.h"
 #include "moe/check_args.h"
+#include "moe/placement.h"
 
 namespace fusedmoe {
 namespace {
@@ -39,7 +41,8 @@ Context layer_context(const LayerOptions& options) {
 
 MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options,
                      const Selection& chosen)
-    : config(layer::layer_config(weights, options)),
+    : options(options),
+      config(layer::layer_config(weights, options)),
       selection(chosen),
       backend(layer::backend_of(*chosen.experts, options.device)),
       router(weights.router),
@@ -59,29 +62,58 @@ MoeLayer::Impl::Impl(const LayerWeights& weights, const LayerOptions& options,
   if (weights.latent) {
     latent = {own(weights.latent->down, options.device), own(weights.latent->up, options.device)};
   }
+  this->options.progress = {};
+  this->options.packed_weights.reset();
   if (executor && options.device.is_cpu()) stream = cpu_stream(*executor);
   config.activation_format = chosen.prepare_finalize->activation_format();
+  bind();
+  pack(weights, options);
+  limit_chunk();
+}
+
+MoeLayer::Impl::Impl(const Impl& before, const Rebinding& there)
+    : options(there.options),
+      config(there.config),
+      selection(there.selection),
+      backend(before.backend),
+      router(before.router),
+      router_weights(before.router_weights),
+      expert_map(own(options.ranks.placement->expert_map(options.parallel.ep_rank), config.device)),
+      latent(before.latent),
+      hidden(before.hidden),
+      kernel(selection.create(layer_context(options))),
+      shared(before.shared),
+      output_dtype(before.output_dtype),
+      inplace(before.inplace),
+      adds_zero_experts(before.adds_zero_experts),
+      executor(before.executor),
+      stream(before.stream) {
+  bind();
+  placement = options.ranks.placement;
+  limit_chunk();
+}
+
+/// What follows from the ranks: kernels of experts that route by themselves, sizes, the placement.
+void MoeLayer::Impl::bind() {
   // Across ranks ids travel faster than logits.
-  const bool faster = weights.router_weights.weight && chosen.experts->routes_faster() &&
-                      chosen.prepare_finalize != &allgather_reducescatter();
+  const bool faster = router_weights.weight && selection.experts->routes_faster() &&
+                      selection.prepare_finalize != &allgather_reducescatter();
   if (options.monolithic || faster) {
-    Selection routing = chosen;
+    Selection routing = selection;
     routing.config.monolithic = true;
-    Support support = chosen.experts->supports(routing.config);
-    if (support) support = chosen.prepare_finalize->supports(routing.config);
+    Support support = selection.experts->supports(routing.config);
+    if (support) support = selection.prepare_finalize->supports(routing.config);
     if (support) monolithic.emplace(routing.create(layer_context(options)));
     if (options.monolithic && !support) {
       throw Error::unsupported(support.reason, "options.monolithic", support.text);
     }
   }
-  if (layer::across_ranks(options)) {
-    communicator = options.ranks.communicator;
-    if (options.parallel.needs_dispatch()) {
-      max_tokens_per_rank = options.ranks.max_tokens_per_rank;
-    }
-  }
-  pack(weights, options);
-  if (options.max_workspace_bytes > 0) limit_chunk(options.max_workspace_bytes);
+  if (!layer::across_ranks(options)) return;
+  communicator = options.ranks.communicator;
+  const ParallelConfig& parallel = options.parallel;
+  if (parallel.needs_dispatch()) max_tokens_per_rank = options.ranks.max_tokens_per_rank;
+  if (parallel.ep_size == 1) return;
+  placement = core::placement_of(options.ranks.placement, config.num_experts, parallel.ep_size);
 }
 
 void MoeLayer::Impl::pack(const LayerWeights& weights, const LayerOptions& options) {
@@ -102,10 +134,22 @@ void MoeLayer::Impl::pack(const LayerWeights& weights, const LayerOptions& optio
   if (!weights.shared_experts) return;
   const SharedExperts& source = *weights.shared_experts;
   const Selection choice = layer::select_shared(source.weights, options, selection);
-  ModularKernel shared_kernel = choice.create(layer_context(options));
+  Context context = layer_context(options);
+  context.ranks = {};
+  ModularKernel shared_kernel = choice.create(context);
   auto shared_packed = shared_kernel.experts().pack(source.weights, progress_from(num_experts));
   shared.emplace(Shared{choice.pair(), std::move(shared_kernel), std::move(shared_packed),
                         own(source.gate, options.device)});
+}
+
+/// As many tokens at a time as the rank with the least memory for them.
+void MoeLayer::Impl::limit_chunk() {
+  if (options.max_workspace_bytes == 0) return;
+  limit_chunk(options.max_workspace_bytes);
+  if (!communicator) return;
+  for (const std::string& text : communicator->gather(core::to_string(chunk), "making a layer")) {
+    chunk = std::min<std::int64_t>(chunk, std::stoll(text));
+  }
 }
 
 /// The most tokens whose workspace stays below the limit.
@@ -136,45 +180,23 @@ void MoeLayer::Impl::limit_chunk(std::size_t max_bytes) {
 
 namespace {
 
-/// As many tokens at a time as the rank with the least memory for them.
-std::int64_t least_chunk(Communicator& communicator, std::int64_t chunk) {
-  for (const std::string& text : communicator.gather(core::to_string(chunk), "making a layer")) {
-    chunk = std::min<std::int64_t>(chunk, std::stoll(text));
-  }
-  return chunk;
-}
-
-}  // namespace
-
-namespace {
-
 /// Static activation scales per tensor: experts take the largest of all they hold, and here of all
 /// ranks, so that the placement changes nothing.
 void share_input_scales(Communicator& communicator, ExpertWeights& weights) {
-  const std::optional<QuantKey>& key = weights.scheme.activations;
-  if (!key || key->dynamic || key->group != GroupShape{-1, -1}) return;
-  const Tensor largest = Tensor::zeros({2, 1}, DType::kF32);
-  auto* values = largest.as<float>();
-  const auto each_scale = [&](const auto& function) {
-    for (ExpertMatrices& expert : weights.experts) {
-      function(expert.gate.input_scale, 0);
-      if (expert.up.values) function(expert.up.input_scale, 0);
-      function(expert.down.input_scale, 1);
-    }
-  };
-  each_scale([&](const TensorView& scale, int gemm) {
-    const Tensor host = to_device(Tensor(scale, nullptr), {});
-    values[gemm] = std::max(values[gemm], *host.as<const float>());
-  });
-  const std::string mine(reinterpret_cast<const char*>(values), 2 * sizeof(float));
-  for (const std::string& text : communicator.gather(mine, "making a layer")) {
-    float others[2];
-    std::memcpy(others, text.data(), sizeof others);
-    for (const int gemm : {0, 1}) values[gemm] = std::max(values[gemm], others[gemm]);
+  const std::vector<layer::InputScale> scales = layer::static_input_scales(weights);
+  if (scales.empty()) return;
+  std::array<float, 2> largest{};
+  for (const auto& [scale, gemm] : scales) {
+    const Tensor host = to_device(Tensor(*scale, nullptr), {});
+    largest[gemm] = std::max(largest[gemm], *host.as<const float>());
   }
-  const Tensor there = to_device(largest, weights.device());
-  weights.owners.push_back(there.owner());
-  each_scale([&](TensorView& scale, int gemm) { scale = there.select(0, gemm); });
+  const std::string mine(reinterpret_cast<const char*>(largest.data()), sizeof largest);
+  for (const std::string& text : communicator.gather(mine, "making a layer")) {
+    std::array<float, 2> others{};
+    std::memcpy(others.data(), text.data(), sizeof others);
+    for (const int gemm : {0, 1}) largest[gemm] = std::max(largest[gemm], others[gemm]);
+  }
+  layer::set_input_scales(weights, largest);
 }
 
 /// Of weights that came from files: ranks quantize rows for each other.
@@ -265,7 +287,6 @@ MoeLayer::MoeLayer(LayerWeights weights, LayerOptions options) {
     share_input_scales(*communicator, weights.experts);
     impl_ = std::make_unique<Impl>(weights, options, selection);
     check_same_scales(*communicator, impl_->packed->info());
-    impl_->chunk = least_chunk(*communicator, impl_->chunk);
   } catch (...) {
     communicator->abort(core::current_exception_text());
     throw;

@@ -1,13 +1,17 @@
 // What MoeLayer holds: layer_build.cpp makes it, layer.cpp checks and cuts, layer_step.cpp runs it.
 #pragma once
 
+#include <atomic>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "core/exception_text.h"
 #include "fusedmoe/layer.h"
+#include "layer/expert_moves.h"
 #include "layer/layer_weights.h"
 #include "moe/backend.h"
 
@@ -54,6 +58,13 @@ struct MoeLayer::Impl {
     Call chunk(std::int64_t first, std::int64_t count) const;
   };
 
+  /// Experts that start_move() has brought, until commit_move().
+  struct Move {
+    ExpertPlacement placement;
+    std::vector<layer::Arrival> arrivals;
+  };
+
+  LayerOptions options;  // with what follows from the communicator, without how to pack
   MoeConfig config;
   Selection selection;
   const core::Backend& backend;
@@ -64,7 +75,7 @@ struct MoeLayer::Impl {
   std::int64_t hidden;                      // of the layer, not of experts between projections
   ModularKernel kernel;                     // takes ids and weights
   std::optional<ModularKernel> monolithic;  // routes by itself, with the same packed weights
-  std::shared_ptr<const PackedWeights> packed;
+  std::shared_ptr<PackedWeights> packed;
   std::optional<Shared> shared;
   DType output_dtype;
   bool inplace;
@@ -74,10 +85,30 @@ struct MoeLayer::Impl {
   std::int64_t chunk = std::numeric_limits<std::int64_t>::max();  // tokens at a time, at most
   std::shared_ptr<Communicator> communicator;                     // of several ranks, else null
   std::int64_t max_tokens_per_rank = 0;                           // where rows travel, else 0
+  std::optional<ExpertPlacement> placement;                       // of experts that ranks share
+  std::uint64_t moves = 0;                                        // how often experts have moved
+  std::optional<Move> move;
+  mutable std::atomic<int> running{0};  // steps that have begun and not ended
 
   Impl(const LayerWeights& weights, const LayerOptions& options, const Selection& chosen);
+  /// What a layer becomes on other ranks.
+  struct Rebinding {
+    LayerOptions options;
+    MoeConfig config;
+    Selection selection;
+  };
+  Rebinding rebinding(std::shared_ptr<Communicator> ranks, const ExpertPlacement& wanted) const;
+  /// The same layer there, still without the weights of the routed experts.
+  Impl(const Impl& before, const Rebinding& there);
+  void fill(const Impl& before, const layer::Holdings& held, const ExpertSource& lost);
+  void bind();
   void pack(const LayerWeights& weights, const LayerOptions& options);
+  void limit_chunk();
   void limit_chunk(std::size_t max_bytes);
+  /// Throws Error unless ranks with a communicator share the experts.
+  void check_shares_experts(const char* call) const;
+  /// Throws Error while a step has begun and not ended.
+  void check_between_forwards(const char* call) const;
 
   Plan plan() const;
   bool adds_beside() const { return shared || adds_zero_experts; }
@@ -110,6 +141,9 @@ struct MoeLayer::Step::Impl {
   using Call = MoeLayer::Impl::Call;
   Impl(const MoeLayer::Impl& layer, const Call& call, const MoeLayer::Impl::Sizes& sizes,
        void* workspace);
+  ~Impl() { end(); }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
   void begin();
   void compute();
   void finish();
@@ -123,7 +157,13 @@ struct MoeLayer::Step::Impl {
   const Routing routing;
   std::optional<ModularKernel::Step> kernel;
 
+  /// The layer counts the step no longer.
+  void end() {
+    if (std::exchange(runs_, false)) --layer.running;
+  }
+
  private:
+  bool runs_ = true;
   void begin_kernel(const ForwardArgs& args);
   /// to.target = or += x weight^T, summed in f32 first.
   void project(const Tensor& weight, const TensorView& x, core::AddArgs to) const;

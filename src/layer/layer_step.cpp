@@ -11,7 +11,9 @@ MoeLayer::Step::Impl::Impl(const MoeLayer::Impl& layer, const Call& call,
       call(call),
       sizes(sizes),
       buffers(layer.cut(sizes, workspace)),
-      routing(call.routing.topk_ids ? call.routing : buffers.routing) {}
+      routing(call.routing.topk_ids ? call.routing : buffers.routing) {
+  ++layer.running;
+}
 
 void MoeLayer::Step::Impl::begin() {
   const CurrentDevice current(layer.config.device);
@@ -93,6 +95,7 @@ void MoeLayer::Step::Impl::finish() {
   copy_result(buffers.router_logits, call.options.router_logits);
   copy_result(routing.topk_ids, call.options.topk_ids);
   copy_result(routing.topk_weights, call.options.topk_weights);
+  end();
 }
 
 void MoeLayer::Step::Impl::project(const Tensor& weight, const TensorView& x,

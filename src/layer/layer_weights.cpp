@@ -1,5 +1,7 @@
 #include "layer/layer_weights.h"
 
+#include <algorithm>
+
 #include "core/check.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
@@ -87,6 +89,26 @@ void check_weights(const LayerWeights& weights) {
                               shared.weights.hidden),
                  core::format("1 expert of hidden size {}", hidden));
   if (shared.gate) check_parameter(shared.gate, "shared_experts.gate", {1, hidden});
+}
+
+std::vector<InputScale> static_input_scales(ExpertWeights& weights) {
+  const std::optional<QuantKey>& key = weights.scheme.activations;
+  if (!key || key->dynamic || key->group != GroupShape{-1, -1}) return {};
+  std::vector<InputScale> scales;
+  for (ExpertMatrices& expert : weights.experts) {
+    scales.push_back({&expert.gate.input_scale, 0});
+    if (expert.up.values) scales.push_back({&expert.up.input_scale, 0});
+    scales.push_back({&expert.down.input_scale, 1});
+  }
+  return scales;
+}
+
+void set_input_scales(ExpertWeights& weights, const std::array<float, 2>& scales) {
+  const Tensor host = Tensor::empty({2, 1}, DType::kF32);
+  std::copy(scales.begin(), scales.end(), host.as<float>());
+  const Tensor there = to_device(host, weights.device());
+  weights.owners.push_back(there.owner());
+  for (const auto& [scale, gemm] : static_input_scales(weights)) *scale = there.select(0, gemm);
 }
 
 MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options) {

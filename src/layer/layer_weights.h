@@ -1,6 +1,9 @@
 // From the weights and options of a layer to what runs them: checks, configurations, selections.
 #pragma once
 
+#include <array>
+#include <vector>
+
 #include "fusedmoe/layer.h"
 
 namespace fusedmoe::layer {
@@ -11,6 +14,16 @@ Tensor own(const Tensor& tensor, Device device);
 
 /// Throws Error unless the shapes and dtypes of all weights fit each other.
 void check_weights(const LayerWeights& weights);
+
+/// A static activation scale per tensor, and which GEMM's (0 or 1) activations it is of.
+struct InputScale {
+  TensorView* scale;
+  int gemm;
+};
+/// Those of all matrices; none unless the scheme has such scales.
+std::vector<InputScale> static_input_scales(ExpertWeights& weights);
+/// Gives all experts one for each GEMM.
+void set_input_scales(ExpertWeights& weights, const std::array<float, 2>& scales);
 
 /// The configuration of the routed experts.
 MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options);

@@ -111,6 +111,8 @@ class NoEpSums final : public PrepareAndFinalize {
   void abandon(std::string_view reason) const noexcept override {
     sums_.communicator()->abort(reason);
   }
+  void move_experts(const ExpertPlacement&) const override { ++moves_; }
+  std::uint64_t layer() const override { return layer_; }
 
  private:
   struct Step final : TransportStep {
@@ -129,7 +131,7 @@ class NoEpSums final : public PrepareAndFinalize {
   void do_start_prepare(ForwardArgs& args, const TransportSizes& sizes) const override {
     auto step = std::make_shared<Step>(args.prepare_workspace, sizes.caller, args.preparation,
                                        *this, args.stream.device);
-    step->name = {sums_.communicator()->next_step(), layer_, is_capturing(args.stream)};
+    step->name = {sums_.communicator()->next_step(), layer_, is_capturing(args.stream), moves_};
     step->rows.run(args);
     args.step = std::move(step);
   }
@@ -148,6 +150,7 @@ class NoEpSums final : public PrepareAndFinalize {
   const DType partial_dtype_;
   const layer::RankSums sums_;
   const std::uint64_t layer_;
+  mutable std::uint64_t moves_ = 0;  // how often experts have moved
 };
 
 /// Where the batched format keeps its parts: first the assignment, which finalize must know.

@@ -93,16 +93,17 @@ StepHeader RankStep::header() const {
           static_cast<std::int32_t>(sizes_.topk),
           sizes_.max_tokens,
           fusedmoe::bytes(own_.values_dtype(), own_.value_columns()),
-          sizes_.fixed};
+          sizes_.fixed,
+          static_cast<std::int64_t>(name_.moves)};
 }
 
 void RankStep::check_headers(std::span<const StepHeader> headers) const {
   const auto describe = [&](int rank, const StepHeader& header) {
     return core::format(
-        "rank {} is at step {} of layer {} with at most {} tokens, topk {}, rows of {} bytes, {} "
-        "sizes",
+        "rank {} is at step {} of layer {} with at most {} tokens, topk {}, rows of {} bytes, "
+        "placement {}, {} sizes",
         rules_.group->global_rank(rank), header.step, header.layer, header.max_tokens, header.topk,
-        header.row_bytes, header.fixed_sizes ? "fixed" : "exact");
+        header.row_bytes, header.moves, header.fixed_sizes ? "fixed" : "exact");
   };
   // Compared with rank 0's, so that all ranks say the same.
   for (int r = 1; r < rules_.size; ++r) {

@@ -19,6 +19,10 @@ class RankExchange final : public PrepareAndFinalize {
   bool moves_rows() const override { return true; }
   TransportSizes sizes(const ProblemSize& caller, const Preparation& preparation) const override;
   void abandon(std::string_view reason) const noexcept override;
+  void move_experts(const ExpertPlacement& placement) const override {
+    rules_.move_experts(placement);
+  }
+  std::uint64_t layer() const override { return rules_.layer; }
 
  private:
   void do_start_prepare(ForwardArgs& args, const TransportSizes& sizes) const override;
@@ -27,7 +31,7 @@ class RankExchange final : public PrepareAndFinalize {
   void do_finish_finalize(const ForwardArgs& args) const override;
   void check(const StepSizes& sizes) const;
 
-  const RankRules rules_;
+  mutable RankRules rules_;        // move_experts() rewrites who has which
   mutable std::atomic_flag busy_;  // a rank runs one step of a layer at a time
 };
 

@@ -5,16 +5,29 @@
 
 #include "core/ceil_div.h"
 #include "core/device_runtime.h"
+#include "fusedmoe/runtime.h"
+#include "moe/placement.h"
 
 namespace fusedmoe::layer {
 namespace {
 
-Tensor on_device(const std::vector<std::int32_t>& numbers, Device device) {
-  const Tensor host =
-      borrow(numbers.data(), DType::kI32, {static_cast<std::int64_t>(numbers.size())});
-  const Tensor copied = Tensor::empty(host.shape(), DType::kI32);
-  copy(host, copied, {});
-  return to_device(copied, device);
+/// Writes numbers to a tensor on the device, which it makes if there is none.
+void write(Tensor& target, const TensorView& numbers, Device device) {
+  if (!target) target = Tensor::empty(numbers.shape(), DType::kI32, device);
+  copy(numbers, target, Stream{device});
+  synchronize(Stream{device});
+}
+
+void write(Tensor& target, const std::vector<std::int32_t>& numbers, Device device) {
+  write(target, borrow(numbers.data(), DType::kI32, {static_cast<std::int64_t>(numbers.size())}),
+        device);
+}
+
+ExpertPlacement placement_on(const ParallelConfig& parallel, const MoeConfig& config,
+                             const RankOptions& options) {
+  // Else every rank has a slice of all experts.
+  if (parallel.ep_size == 1) return ExpertPlacement::linear(config.num_experts, 1);
+  return core::placement_of(options.placement, config.num_experts, parallel.ep_size);
 }
 
 }  // namespace
@@ -41,9 +54,11 @@ RankRules::RankRules(const MoeConfig& config, const Context& context, bool allga
       num_logits(config.monolithic ? config.num_experts : 0),
       hooks(config.hooks),
       one_pass(hooks || config.monolithic || batch_dependent(config.scheme)),
-      sums(nullptr) {
-  join(config.parallel, context.ranks.communicator);
-  place_experts(config, context.ranks);
+      sums(nullptr),
+      parallel(config.parallel),
+      placement(placement_on(config.parallel, config, context.ranks)) {
+  join(context.ranks.communicator);
+  place_experts();
   layer = static_cast<std::uint32_t>(group->next_layer());
   // Ranks that add their sums of the same tokens must choose the same copies.
   const bool nearest = context.ranks.replica_choice == ReplicaChoice::kNearest;
@@ -56,7 +71,7 @@ RankRules::RankRules(const MoeConfig& config, const Context& context, bool allga
 }
 
 /// The ranks that rows go to, how, and those whose sums are added to this one's.
-void RankRules::join(const ParallelConfig& parallel, const std::shared_ptr<Communicator>& all) {
+void RankRules::join(const std::shared_ptr<Communicator>& all) {
   using Combine = ParallelConfig::Combine;
   num_all = all->size();
   members = parallel.gather_group();
@@ -77,19 +92,22 @@ void RankRules::join(const ParallelConfig& parallel, const std::shared_ptr<Commu
   way = shared || group->can_lend() ? RowWay::kInPlace : RowWay::kHostMessages;
 }
 
-void RankRules::place_experts(const MoeConfig& config, const RankOptions& options) {
-  const ParallelConfig& parallel = config.parallel;
-  const bool divided = parallel.ep_size > 1;  // else every rank has a slice of all experts
-  const ExpertPlacement placement =
-      divided && options.placement
-          ? *options.placement
-          : ExpertPlacement::linear(config.num_experts, divided ? parallel.ep_size : 1);
+void RankRules::move_experts(const ExpertPlacement& moved) {
+  core::check_same_counts(placement, moved);
+  placement = moved;
+  ++moves;
+  place_experts();
+}
+
+void RankRules::place_experts() {
+  const bool divided = parallel.ep_size > 1;
   // Places of the flat ranks in the group; -1: a rank outside, whose experts are not reached.
   std::vector<std::int32_t> place(static_cast<std::size_t>(parallel.num_ranks()), -1);
   for (std::size_t i = 0; i < members.size(); ++i) {
     place[static_cast<std::size_t>(members[i])] = static_cast<std::int32_t>(i);
   }
   const ExpertPlacement::Table table = placement.table();
+  ids_stay = true;
   for (std::size_t p = 0; p < table.physical.size(); ++p) {
     ids_stay &= placement.physical_to_logical()[p] == static_cast<std::int32_t>(p);
   }
@@ -100,16 +118,20 @@ void RankRules::place_experts(const MoeConfig& config, const RankOptions& option
     ranks[p] = place[ranks[p]];
     if (ranks[p] >= 0) owns[ranks[p]] = true;
   }
+  owners.clear();
   for (int r = 0; r < size; ++r) {
     if (owns[r]) owners.push_back(r);
   }
-  replica_offsets = on_device(table.offsets, device);
-  replicas = on_device(table.physical, device);
-  physical_ranks = on_device(ranks, device);
+  write(replica_offsets, table.offsets, device);
+  write(replicas, table.physical, device);
+  write(physical_ranks, ranks, device);
   if (!divided) return;
   // Experts that route by themselves know nothing of copies.
-  expert_map = config.monolithic ? to_device(placement.expert_map(parallel.ep_rank), device)
-                                 : on_device(map, device);
+  if (num_logits > 0) {
+    write(expert_map, placement.expert_map(parallel.ep_rank), device);
+  } else {
+    write(expert_map, map, device);
+  }
 }
 
 Preparation RankRules::sent_as(const Preparation& read) const {

@@ -27,6 +27,7 @@ struct StepHeader {
   std::int64_t max_tokens;
   std::int64_t row_bytes;
   std::int64_t fixed_sizes;
+  std::int64_t moves;  // of experts, before this step
   bool operator==(const StepHeader&) const = default;
 };
 
@@ -37,6 +38,8 @@ struct RankRules {
   /// Collective: it may split the communicator.
   RankRules(const MoeConfig& config, const Context& context, bool allgather);
 
+  /// The experts have moved, and each rank has as many as before: rewrites who has which in place.
+  void move_experts(const ExpertPlacement& placement);
   /// What is done to rows before they travel, where experts read them as `read` says.
   Preparation sent_as(const Preparation& read) const;
   bool per_slot() const { return combine == CombineMode::kPerSlot; }
@@ -65,7 +68,11 @@ struct RankRules {
   std::uint32_t layer = 0;
   Tensor records;  // of messages: (num_ranks, record_bytes), on the host, which reads them there
 
-  // On the device.
+  const ParallelConfig parallel;
+  ExpertPlacement placement;
+  std::uint64_t moves = 0;  // how often experts have moved
+
+  // On the device, at the same addresses as long as the layer lives.
   Tensor replica_offsets, replicas, physical_ranks;
   Tensor expert_map;        // physical -> local; undefined: every rank has all
   std::vector<int> owners;  // ranks of the group that have experts
@@ -73,8 +80,8 @@ struct RankRules {
   std::int32_t nearest_rank = -1;
 
  private:
-  void join(const ParallelConfig& parallel, const std::shared_ptr<Communicator>& all);
-  void place_experts(const MoeConfig& config, const RankOptions& options);
+  void join(const std::shared_ptr<Communicator>& all);
+  void place_experts();
 };
 
 }  // namespace fusedmoe::layer

@@ -179,7 +179,7 @@ const core::Backend& RankStep::backend() const {
 }
 
 void RankStep::start_prepare(ForwardArgs& args) {
-  name_ = {rules_.group->next_step(), rules_.layer, is_capturing(args.stream)};
+  name_ = {rules_.group->next_step(), rules_.layer, is_capturing(args.stream), rules_.moves};
   rules_.num_logits > 0 ? route_own(args) : find_destinations(args);
   ForwardArgs own = args;  // the caller's views stay until finish_prepare
   own_.run(own);

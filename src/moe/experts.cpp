@@ -95,6 +95,28 @@ PackedParts PackedWeights::parts() const {
       core::format("{} has no layout of its own to keep", info_.implementation));
 }
 
+namespace {
+
+Error no_moving(std::string_view implementation) {
+  return Error::unsupported(Reason::kOperation, "moving experts",
+                            core::format("{} cannot move experts between ranks", implementation));
+}
+
+}  // namespace
+
+std::string PackedWeights::expert_layout() const {
+  throw no_moving(info_.implementation);
+}
+std::shared_ptr<PackedWeights> PackedWeights::extract_expert(std::int64_t) const {
+  throw no_moving(info_.implementation);
+}
+void PackedWeights::replace_expert(std::int64_t, const PackedWeights&) {
+  throw no_moving(info_.implementation);
+}
+std::shared_ptr<PackedWeights> Experts::make_room(const PackedWeights&) const {
+  throw no_moving(descriptor_.name());
+}
+
 std::shared_ptr<PackedWeights> Experts::from_parts(PackedWeights::Info, const PackedParts&) const {
   throw Error::unsupported(Reason::kOperation, "experts",
                            core::format("{} has no layout of its own to read", descriptor_.name()));

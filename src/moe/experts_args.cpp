@@ -195,16 +195,45 @@ std::int64_t slice_position(std::int64_t value, std::string_view part) {
 void check_expert(const Experts& experts, const PackedWeights& packed, std::int64_t expert) {
   FUSEDMOE_CHECK(experts.accepts(packed), "packed", packed.info().implementation,
                  core::format("packed by {} for this configuration", experts.descriptor().name()));
-  FUSEDMOE_CHECK(expert >= 0 && expert < packed.info().num_experts, "expert",
-                 core::to_string(expert), core::format("in [0, {})", packed.info().num_experts));
+  check_expert_index(packed.info(), expert);
+}
+
+void check_expert_index(const PackedWeights::Info& packed, std::int64_t expert) {
+  FUSEDMOE_CHECK(expert >= 0 && expert < packed.num_experts, "expert", core::to_string(expert),
+                 core::format("in [0, {})", packed.num_experts));
+}
+
+PackedWeights::Info info_of_one(PackedWeights::Info packed) {
+  packed.num_experts = 1;
+  packed.read_only = false;
+  return packed;
+}
+
+void check_writable(const PackedWeights::Info& packed) {
+  if (!packed.read_only) return;
+  throw Error::invalid("packed",
+                       "packed is mapped from a file, which nobody may write to: load it with "
+                       "FileAccess::kRead to replace experts");
+}
+
+void check_one_expert(const PackedWeights::Info& packed, std::int64_t expert,
+                      const PackedWeights::Info& one) {
+  check_writable(packed);
+  check_expert_index(packed, expert);
+  const auto describe = [](const PackedWeights::Info& info) {
+    return core::format("of {} x {}, {}, {}, bias {}, static scales {} and {}", info.hidden,
+                        info.intermediate, name(info.scheme), name(info.activation.kind),
+                        info.has_bias ? "yes" : "no", info.a1_scale.value_or(0),
+                        info.a2_scale.value_or(0));
+  };
+  FUSEDMOE_CHECK(one.num_experts == 1, "one", core::format("{} experts", one.num_experts),
+                 "one expert");
+  FUSEDMOE_CHECK(describe(one) == describe(packed) && one.activation == packed.activation, "one",
+                 describe(one), describe(packed));
 }
 
 void check_replacement(const ExpertWeights& weights, const PackedWeights::Info& packed) {
-  if (packed.read_only) {
-    throw Error::invalid("packed",
-                         "packed is mapped from a file, which nobody may write to: load it with "
-                         "FileAccess::kRead to replace experts");
-  }
+  check_writable(packed);
   const PackedWeights::Info info = info_of(weights, packed.device);
   FUSEDMOE_CHECK(info.scheme == packed.scheme, "weights.scheme", name(info.scheme),
                  name(packed.scheme));

@@ -35,6 +35,20 @@ bool matches(const PackedWeights::Info& weights, const MoeConfig& config);
 /// Throws Error unless `experts` accept the weights and they have this expert.
 void check_expert(const Experts& experts, const PackedWeights& packed, std::int64_t expert);
 
+/// Throws Error unless there is such an expert.
+void check_expert_index(const PackedWeights::Info& packed, std::int64_t expert);
+
+/// What is said of one of the experts alone.
+PackedWeights::Info info_of_one(PackedWeights::Info packed);
+
+/// Throws Error unless `one` is one expert of the same sizes and scheme, and packed weights may be
+/// written to: for PackedWeights::replace_expert().
+void check_one_expert(const PackedWeights::Info& packed, std::int64_t expert,
+                      const PackedWeights::Info& one);
+
+/// Throws Error for packed weights that nobody may write to.
+void check_writable(const PackedWeights::Info& packed);
+
 /// Throws Error unless the first of `weights` can replace an expert of packed ones, which may be
 /// written to: valid, and of the same scheme, sizes, activation and biases. Static scales per
 /// tensor stay those of the packing, so its input scales may not be larger.

@@ -25,6 +25,8 @@ struct Destroy {
   void operator()(fusedmoe_selection* handle) const { fusedmoe_selection_destroy(handle); }
   void operator()(fusedmoe_communicator* handle) const { fusedmoe_communicator_destroy(handle); }
   void operator()(fusedmoe_matrix* handle) const { fusedmoe_matrix_destroy(handle); }
+  void operator()(fusedmoe_load_window* handle) const { fusedmoe_load_window_destroy(handle); }
+  void operator()(fusedmoe_balanced* handle) const { fusedmoe_balanced_destroy(handle); }
 };
 template <typename T>
 using Handle = std::unique_ptr<T, Destroy>;

@@ -27,6 +27,7 @@ struct RankProblem {
   bool sliced = false;  // each rank is given only its part of the weights
   bool routed = false;  // ids are given, some of them -1
   bool hooks = false;
+  bool moves = false;  // experts, before each step
   std::int64_t max_tokens = 0;
   std::vector<std::vector<std::int64_t>> tokens;  // of each step: for each group with own tokens
 };
@@ -130,6 +131,7 @@ RankProblem random_problem(Random& random) {
   if (one_in(random, 4)) problem.combine_dtype = one_in(random, 2) ? DType::kF32 : problem.dtype;
   problem.sliced = !deployment.expert_parallel || (!how.placement && one_in(random, 2));
   problem.routed = !how.monolithic && one_in(random, 2);
+  problem.moves = how.experts == "cpu" && deployment.expert_parallel && one_in(random, 3);
   problem.max_tokens = 1 + random.below(12);
   for (std::int64_t step = 0; step < 1 + random.below(3); ++step) {
     std::vector<std::int64_t>& tokens = problem.tokens.emplace_back();
@@ -172,6 +174,7 @@ std::string describe(const RankProblem& problem) {
   add("hooks", problem.hooks);
   add("sliced", problem.sliced);
   add("routed", problem.routed);
+  add("moves", problem.moves);
   return text;
 }
 
@@ -227,6 +230,17 @@ double tolerance(const RankProblem& problem) {
   return scheme.activations->value == DType::kE2M1 ? 1.5 : 0.3;
 }
 
+/// The same places for the same experts in another order, which all ranks draw alike.
+ExpertPlacement shuffled(const ExpertPlacement& placement, std::uint64_t seed) {
+  Random random(seed);
+  std::vector<std::int32_t> experts = placement.physical_to_logical();
+  for (std::size_t i = experts.size(); i > 1; --i) {
+    std::swap(experts[i - 1],
+              experts[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(i)))]);
+  }
+  return {placement.num_experts(), placement.num_ranks(), experts, placement.rank_of()};
+}
+
 /// What one rank does: all steps, each compared with those of a layer on one rank. Returns the text
 /// of the Error that it throws, empty for none.
 std::string run_rank(const RankProblem& problem, const LayerWeights& weights,
@@ -238,10 +252,13 @@ std::string run_rank(const RankProblem& problem, const LayerWeights& weights,
   LayerOptions one = one_rank_options(how, problem.dtype);
   const int rank = communicator->rank();
   try {
-    const MoeLayer layer(problem.sliced ? local_weights(weights, options.parallel) : weights,
-                         options);
+    MoeLayer layer(problem.sliced ? local_weights(weights, options.parallel) : weights, options);
     const MoeLayer alone(weights, one);
     for (std::size_t number = 0; number < problem.tokens.size(); ++number) {
+      if (problem.moves && layer.placement()) {
+        layer.start_move(shuffled(*layer.placement(), problem.spec.experts.seed + number));
+        layer.commit_move();
+      }
       const Step step = step_of(problem, number, rank);
       const Tensor actual = forward(problem, layer, step, problem.max_tokens);
       const Tensor expected = forward(problem, alone, step, 0);

@@ -25,6 +25,25 @@ using testing::world;
 
 constexpr std::int64_t kTokens = 9;
 
+TEST(MpiTest, ExpertsMove) {
+  const int size = world()->size();
+  if (size == 1) GTEST_SKIP() << "nobody to share experts with";
+  const LayerWeights weights = make_layer_weights(
+      {Case{.num_experts = 2 * size, .topk = 3, .hidden = 128, .intermediate = 128}});
+  const RankCase how{.size = size, .batch_invariant = true};
+  const MoeLayer alone(weights, one_rank_options(how, DType::kBF16));
+  MoeLayer layer(weights, rank_options(how, DType::kBF16, kTokens, world()));
+  const Tensor x = random_tensor(DType::kBF16, {kTokens, 128}, 1, 70 + world()->rank());
+  const Tensor expected = forward_exactly(alone, x, 0);
+  for (const ExpertPlacement& placement :
+       {ExpertPlacement::round_robin(2 * size, size), ExpertPlacement::linear(2 * size, size)}) {
+    layer.start_move(placement);
+    EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), expected));
+    layer.commit_move();
+    EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), expected));
+  }
+}
+
 /// Blocks lie one behind the other, so one that is taken in the middle of a forward shows where the
 /// forward's ends. Blocks are whole pages.
 TEST(MpiTest, SharedBytesAreWhatAForwardTakes) {

@@ -387,3 +387,50 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def test_processes_share_memory_unless_one_does_not(sharing):
     files = [files for _, files in results_of_processes(run_process_that_may_share, sharing)]
     assert files == [RANKS if all(sharing) else 0] * RANKS
+
+
+def test_experts_move_and_a_survivor_goes_on():
+    w13, w2, _, x = tensors()
+    expected = layer()(x)
+    communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
+    (alone,) = fusedmoe.Communicator.threads(1)
+
+    def run(rank):
+        made = layer(
+            communicator=communicators[rank], max_tokens_per_rank=TOKENS, combine="per_slot"
+        )
+        window = fusedmoe.LoadWindow(1, EXPERTS, 2)
+        load = np.zeros(EXPERTS, np.int32)
+        for _ in range(3):
+            assert np.array_equal(made(x, expert_load=load), expected)
+            window.add(0, load)
+        assert window.loads() == [(2 * load).tolist()]
+        loads = window.loads(communicators[rank])
+        assert loads == [(4 * load).tolist()]
+        (balanced,) = fusedmoe.balance(loads, RANKS, placements=[made.placement])
+        made.start_move(balanced.placement)
+        assert np.array_equal(made(x), expected)
+        made.commit_move()
+        assert made.placement == balanced.placement
+        made.start_move(fusedmoe.round_robin_placement(EXPERTS, RANKS))
+        made.commit_move()
+        assert np.array_equal(made(x), expected)
+        with pytest.raises(ValueError, match="nothing to commit"):
+            made.commit_move()
+        if rank == 1:
+            communicators[1].abort("gone")
+            return
+        placement = fusedmoe.linear_placement(EXPERTS, 1)
+        with pytest.raises(RuntimeError, match="expert 1, which none of these ranks has"):
+            made.rebind(alone, placement)
+        asked = []
+
+        def lost(expert):
+            asked.append(expert)
+            return {"w13": w13[expert : expert + 1], "w2": w2[expert : expert + 1]}
+
+        made.rebind(alone, placement, lost=lost)
+        assert asked == [1, 3] and made.info["num_local_experts"] == EXPERTS
+        assert np.array_equal(made(x), expected)
+
+    assert run_threads(run) == [None, None]

@@ -1,0 +1,135 @@
+#include "layer/expert_moves.h"
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+
+#include "core/check.h"
+#include "moe/experts_args.h"
+
+namespace fusedmoe::layer {
+
+Holdings holdings_of(const ExpertPlacement& placement) {
+  Holdings holdings(static_cast<std::size_t>(placement.num_ranks()));
+  for (std::size_t p = 0; p < placement.rank_of().size(); ++p) {
+    holdings[placement.rank_of()[p]].push_back(placement.physical_to_logical()[p]);
+  }
+  return holdings;
+}
+
+std::vector<Transfer> transfers(const Holdings& held, const Holdings& wanted) {
+  struct Place {
+    int rank;
+    std::int64_t place;
+  };
+  std::map<std::int32_t, std::vector<Place>> places;
+  for (std::size_t r = 0; r < held.size(); ++r) {
+    for (std::size_t i = 0; i < held[r].size(); ++i) {
+      places[held[r][i]].push_back({static_cast<int>(r), static_cast<std::int64_t>(i)});
+    }
+  }
+  std::map<std::int32_t, std::size_t> turns;
+  const auto source_of = [&](std::int32_t expert, int rank) {
+    const std::vector<Place>& all = places[expert];
+    for (const Place& place : all) {
+      if (place.rank == rank) return place;
+    }
+    return all.empty() ? Place{-1, -1} : all[turns[expert]++ % all.size()];
+  };
+  std::vector<Transfer> result;
+  for (std::size_t r = 0; r < wanted.size(); ++r) {
+    for (std::size_t i = 0; i < wanted[r].size(); ++i) {
+      const auto [from, from_place] = source_of(wanted[r][i], static_cast<int>(r));
+      result.push_back(
+          {wanted[r][i], static_cast<int>(r), static_cast<std::int64_t>(i), from, from_place});
+    }
+  }
+  return result;
+}
+
+namespace {
+
+using Json = nlohmann::json;
+
+/// {"tiles": ["u8", 4096], ...}: what the parts of an expert are, for the rank that gets them.
+Json describe(const PackedParts& parts) {
+  Json description = Json::object();
+  for (const auto& [name, tensor] : parts) {
+    Json& part = description[name] = Json::array({std::string(fusedmoe::name(tensor.dtype()))});
+    for (int d = 0; d < tensor.rank(); ++d) part.push_back(tensor.size(d));
+  }
+  return description;
+}
+
+/// Room for such parts.
+PackedParts make_parts(const Json& description) {
+  PackedParts parts;
+  for (const auto& [name, part] : description.items()) {
+    std::vector<std::int64_t> extents;
+    for (std::size_t i = 1; i < part.size(); ++i) extents.push_back(part[i].get<std::int64_t>());
+    parts[name] = Tensor::empty(Shape(extents), parse_dtype(part[0].get<std::string>()).value());
+  }
+  return parts;
+}
+
+void add_messages(std::vector<Message>& messages, int peer, const PackedParts& parts) {
+  for (const auto& [name, tensor] : parts) {
+    messages.push_back({peer, tensor.data(), static_cast<std::size_t>(tensor.nbytes())});
+  }
+}
+
+/// What leaves this rank and what arrives, while it travels.
+struct Travelling {
+  std::map<std::int64_t, PackedParts> leaving;  // by their places
+  std::vector<std::pair<std::int64_t, PackedParts>> arriving;
+  std::vector<Message> sends, receives;
+};
+
+}  // namespace
+
+std::vector<Arrival> bring(Communicator& communicator, const Experts& experts,
+                           const PackedWeights& packed, std::span<const Transfer> transfers,
+                           std::string_view what) {
+  const int rank = communicator.rank();
+  std::vector<Transfer> between;
+  for (const Transfer& each : transfers) {
+    if (each.from >= 0 && each.from != each.to) between.push_back(each);
+  }
+  Travelling travelling;
+  Json leaving = Json::array();
+  const auto copy = [&] {
+    for (const Transfer& each : between) {
+      if (each.from != rank) continue;
+      PackedParts& parts = travelling.leaving[each.from_place];
+      if (parts.empty()) parts = packed.extract_expert(each.from_place)->parts();
+      leaving.push_back(describe(parts));
+      add_messages(travelling.sends, each.to, parts);
+    }
+  };
+  communicator.together(copy, what);
+  const std::vector<std::string> texts = communicator.gather(leaving.dump(), what);
+  const auto make_room = [&] {
+    std::vector<Json> described;
+    for (const std::string& text : texts) described.push_back(Json::parse(text));
+    std::vector<std::size_t> next(texts.size());
+    for (const Transfer& each : between) {
+      const Json& parts = described[each.from].at(next[each.from]++);
+      if (each.to != rank) continue;
+      travelling.arriving.emplace_back(each.place, make_parts(parts));
+      add_messages(travelling.receives, each.from, travelling.arriving.back().second);
+    }
+  };
+  communicator.together(make_room, what);
+  communicator.exchange(travelling.sends, travelling.receives, {}, what);
+  std::vector<Arrival> arrivals;
+  const auto assemble = [&] {
+    for (const auto& [place, parts] : travelling.arriving) {
+      arrivals.push_back({place, experts.from_parts(core::info_of_one(packed.info()), parts)});
+    }
+  };
+  communicator.together(assemble, what);
+  return arrivals;
+}
+
+}  // namespace fusedmoe::layer

@@ -1,0 +1,42 @@
+// Experts that move between ranks: which go where, and how they come there, as they are packed.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "fusedmoe/experts.h"
+
+namespace fusedmoe::layer {
+
+/// The logical experts of each rank, in the order of its places.
+using Holdings = std::vector<std::vector<std::int32_t>>;
+Holdings holdings_of(const ExpertPlacement& placement);
+
+/// The expert that a place of a rank is to have, and where it is now.
+struct Transfer {
+  std::int32_t expert;
+  int to;
+  std::int64_t place;
+  int from;  // -1: no rank has it
+  std::int64_t from_place;
+};
+/// For each place of each rank, in their order. An expert comes from the rank itself, if it has it,
+/// else from one of those that do, by turns.
+std::vector<Transfer> transfers(const Holdings& held, const Holdings& wanted);
+
+/// An expert that has come, for a place of this rank.
+struct Arrival {
+  std::int64_t place;
+  std::shared_ptr<const PackedWeights> expert;
+};
+/// Collective: brings what goes from one rank to another. `packed` is what this rank has, of the
+/// layout (PackedWeights::expert_layout()) that the others have. If a rank cannot do its part, all
+/// throw an Error with its text. It takes memory for the experts that leave until it returns.
+std::vector<Arrival> bring(Communicator& communicator, const Experts& experts,
+                           const PackedWeights& packed, std::span<const Transfer> transfers,
+                           std::string_view what);
+
+}  // namespace fusedmoe::layer

@@ -1,0 +1,228 @@
+// Experts of a layer that move: between ranks while it serves, and to the survivors of a failure.
+#include <algorithm>
+#include <iterator>
+#include <sstream>
+#include <utility>
+
+#include "core/check.h"
+#include "core/exception_text.h"
+#include "fusedmoe/runtime.h"
+#include "layer/agreement.h"
+#include "layer/layer_impl.h"
+#include "layer/rank_transports.h"
+#include "moe/experts_args.h"
+#include "moe/placement.h"
+
+namespace fusedmoe {
+namespace {
+
+constexpr std::string_view kMoving = "moving experts", kRebinding = "binding a layer to new ranks";
+
+/// How the ranks that are left share the layer: those that have the same tokens still do.
+ParallelConfig parallel_on(const Communicator& communicator, const ParallelConfig& before) {
+  const int size = communicator.size(), group = before.group_size();
+  if (size == 1) return {};
+  ParallelConfig parallel = before;
+  parallel.ep_size = size;
+  parallel.ep_rank = communicator.rank();
+  if (before.dp_size > 1) {
+    FUSEDMOE_CHECK(size % group == 0, "communicator", core::format("of {} ranks", size),
+                   core::format("of a multiple of {}, which have the same tokens", group));
+    parallel.dp_size = size / group;
+  }
+  parallel.validate();
+  return parallel;
+}
+
+/// Collective: which experts every rank has, in the order of their places.
+layer::Holdings gather_holdings(Communicator& communicator, const std::vector<std::int32_t>& own) {
+  layer::Holdings held;
+  for (const std::string& text : communicator.gather(core::join(own, " "), kRebinding)) {
+    std::istringstream numbers(text);
+    held.emplace_back(std::istream_iterator<std::int32_t>(numbers),
+                      std::istream_iterator<std::int32_t>());
+  }
+  return held;
+}
+
+/// Throws Error where this rank is to have an expert that is nowhere.
+void check_found(const layer::Holdings& held, const layer::Holdings& wanted, int rank,
+                 const ExpertSource& lost) {
+  for (const layer::Transfer& each : layer::transfers(held, wanted)) {
+    if (each.from >= 0 || each.to != rank || lost) continue;
+    throw Error::invalid("placement",
+                         core::format("placement has expert {}, which none of these ranks has, and "
+                                      "nobody gives its weights",
+                                      each.expert));
+  }
+}
+
+ExpertWeights ask_for(const ExpertSource& lost, std::int32_t expert,
+                      const PackedWeights::Info& packed) {
+  ExpertWeights weights = lost(expert);
+  FUSEDMOE_CHECK(weights.num_experts() == 1, core::format("lost({})", expert),
+                 core::format("{} experts", weights.num_experts()), "the weights of one");
+  if (packed.a1_scale || packed.a2_scale) {
+    layer::set_input_scales(weights, {packed.a1_scale.value_or(0), packed.a2_scale.value_or(0)});
+  }
+  return weights;
+}
+
+}  // namespace
+
+void MoeLayer::Impl::check_shares_experts(const char* call) const {
+  if (placement) return;
+  throw Error::unsupported(
+      Reason::kParallelConfig, call,
+      core::format("{} needs a layer whose experts are shared by ranks with a communicator", call));
+}
+
+void MoeLayer::Impl::check_between_forwards(const char* call) const {
+  if (running == 0) return;
+  throw Error::invalid("step", core::format("{} comes between two forwards, but a step has begun "
+                                            "and not ended",
+                                            call));
+}
+
+std::optional<ExpertPlacement> MoeLayer::placement() const {
+  return impl().placement;
+}
+
+void MoeLayer::start_move(const ExpertPlacement& wanted) {
+  Impl& impl = this->impl();
+  impl.check_shares_experts("start_move()");
+  FUSEDMOE_CHECK_FAULT(impl.communicator, kNull, "communicator", "of one rank", "of several");
+  impl.move.reset();
+  layer::agree(*impl.communicator, [&]() -> layer::Facts {
+    impl.check_between_forwards("start_move()");
+    core::check_same_counts(*impl.placement, wanted);
+    core::check_writable(impl.packed->info());
+    return {{"layer", core::to_string(impl.kernel.prepare_finalize().layer())},
+            {"number of moves", core::to_string(impl.moves)},
+            {"packed weights", impl.packed->expert_layout()},
+            {"placement", wanted.json()}};
+  });
+  const layer::Holdings held = layer::holdings_of(*impl.placement);
+  std::vector<layer::Transfer> moving = layer::transfers(held, layer::holdings_of(wanted));
+  std::erase_if(moving, [&](const layer::Transfer& each) {
+    return held[each.to][each.place] == each.expert;
+  });
+  std::vector<layer::Arrival> arrivals =
+      layer::bring(*impl.communicator, impl.kernel.experts(), *impl.packed, moving, kMoving);
+  const auto copy_own = [&] {
+    const int rank = impl.communicator->rank();
+    for (const layer::Transfer& each : moving) {
+      if (each.to != rank || each.from != rank) continue;
+      arrivals.push_back({each.place, impl.packed->extract_expert(each.from_place)});
+    }
+  };
+  impl.communicator->together(copy_own, kMoving);
+  impl.move = {wanted, std::move(arrivals)};
+}
+
+void MoeLayer::commit_move() {
+  Impl& impl = this->impl();
+  if (!impl.move) {
+    throw Error::invalid(
+        "commit_move()",
+        "commit_move() has nothing to commit: no start_move() has ended well since "
+        "the last one");
+  }
+  impl.check_between_forwards("commit_move()");
+  impl.ending_ranks([&] {
+    const Impl::Move move = *std::exchange(impl.move, std::nullopt);
+    for (const layer::Arrival& each : move.arrivals) {
+      impl.packed->replace_expert(each.place, *each.expert);
+    }
+    const Tensor map = move.placement.expert_map(impl.options.parallel.ep_rank);
+    copy(map, impl.expert_map, impl.stream);
+    synchronize(impl.stream);
+    impl.kernel.prepare_finalize().move_experts(move.placement);
+    if (impl.monolithic) impl.monolithic->prepare_finalize().move_experts(move.placement);
+    impl.placement = move.placement;
+    ++impl.moves;
+  });
+}
+
+/// The same layer on the ranks of another communicator.
+MoeLayer::Impl::Rebinding MoeLayer::Impl::rebinding(std::shared_ptr<Communicator> ranks,
+                                                    const ExpertPlacement& wanted) const {
+  check_between_forwards("rebind()");
+  core::placement_of(wanted, config.num_experts, ranks->size());
+  Rebinding next{options, config, {}};
+  next.config.parallel = next.options.parallel = parallel_on(*ranks, config.parallel);
+  const auto held = static_cast<std::int64_t>(wanted.local_experts(ranks->rank()).size());
+  next.config.num_local_experts = std::max<std::int64_t>(held, 1);
+  next.options.ranks.communicator = std::move(ranks);
+  next.options.ranks.placement = wanted;
+  const bool travel = next.config.parallel.needs_dispatch();
+  if (!travel) {
+    next.config.combine = CombineMode::kPerRank;
+    next.config.dispatch_dtype.reset();
+  }
+  next.selection = select(
+      next.config, travel ? selection.pair() : core::format("{}+no_ep", selection.experts->name()));
+  if (layer::across_ranks(next.options)) {
+    layer::check_rank_options(*next.selection.prepare_finalize, next.config,
+                              {.ranks = next.options.ranks});
+  }
+  return next;
+}
+
+/// Collective: fills the packed weights from those of `before` on all ranks, and from `lost`.
+void MoeLayer::Impl::fill(const Impl& before, const layer::Holdings& held,
+                          const ExpertSource& lost) {
+  Communicator& ranks = *options.ranks.communicator;
+  const int rank = ranks.rank();
+  const layer::Holdings wanted = layer::holdings_of(*placement);
+  const std::vector<layer::Transfer> transfers = layer::transfers(held, wanted);
+  const Experts& experts = kernel.experts();
+  const std::vector<layer::Arrival> arrivals =
+      layer::bring(ranks, experts, *before.packed, transfers, kRebinding);
+  const auto put_all = [&] {
+    packed = experts.make_room(*before.packed);
+    for (const layer::Arrival& each : arrivals) packed->replace_expert(each.place, *each.expert);
+    for (const layer::Transfer& each : transfers) {
+      if (each.to != rank) continue;
+      if (each.from == rank) {
+        packed->replace_expert(each.place, *before.packed->extract_expert(each.from_place));
+      } else if (each.from < 0) {
+        experts.repack(ask_for(lost, each.expert, packed->info()), each.place, *packed);
+      }
+    }
+    // A rank without experts keeps one that no token reaches.
+    if (wanted[rank].empty()) packed->replace_expert(0, *before.packed->extract_expert(0));
+  };
+  ranks.together(put_all, kRebinding);
+}
+
+void MoeLayer::rebind(std::shared_ptr<Communicator> communicator, const ExpertPlacement& wanted,
+                      const ExpertSource& lost) {
+  Impl& before = impl();
+  FUSEDMOE_CHECK_FAULT(communicator, kNull, "communicator", "null", "given");
+  before.check_shares_experts("rebind()");
+  Impl::Rebinding made;
+  layer::agree(*communicator, [&]() -> layer::Facts {
+    made = before.rebinding(communicator, wanted);
+    return {{"layer", core::to_string(before.kernel.prepare_finalize().layer())},
+            {"pair", made.selection.pair()},
+            {"packed weights", before.packed->expert_layout()},
+            {"placement", wanted.json()}};
+  });
+  const layer::Holdings held = gather_holdings(
+      *communicator, before.placement->local_experts(before.options.parallel.ep_rank));
+  communicator->together(
+      [&] { check_found(held, layer::holdings_of(wanted), communicator->rank(), lost); },
+      kRebinding);
+  std::unique_ptr<Impl> next;
+  try {
+    next = std::make_unique<Impl>(before, made);
+  } catch (...) {
+    communicator->abort(core::current_exception_text());
+    throw;
+  }
+  next->fill(before, held, lost);
+  impl_ = std::move(next);
+}
+
+}  // namespace fusedmoe

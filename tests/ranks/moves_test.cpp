@@ -1,0 +1,440 @@
+// Experts that move between ranks while the layer serves, and to the survivors of a failure: the
+// bits stay those of one rank, and what a rank holds is what a layer made with the new placement
+// holds.
+#include <csignal>
+
+#include "../unit/temporary_directory.h"
+#include "error_text.h"
+#include "fusedmoe/quant.h"
+#include "processes.h"
+#include "rank_layers.h"
+
+namespace fusedmoe::moves_test {
+
+using testing::bitwise_equal;
+using testing::Case;
+using testing::Communicators;
+using testing::errors_of_ranks;
+using testing::forward_exactly;
+using testing::has;
+using testing::kPatient;
+using testing::make_communicators;
+using testing::make_hidden_states;
+using testing::make_layer_weights;
+using testing::one_rank_options;
+using testing::rank_options;
+using testing::RankCase;
+using testing::run_ranks;
+using testing::small_weights;
+
+constexpr std::int64_t kTokens = 5, kExperts = 6;
+
+/// Any order of the experts, and of copies of the first two, on ranks of three, three and two.
+ExpertPlacement random_placement(std::uint64_t seed) {
+  std::vector<std::int32_t> experts{0, 1, 2, 3, 4, 5, 0, 1};
+  testing::Random random(seed);
+  for (std::size_t i = experts.size(); i > 1; --i) {
+    std::swap(experts[i - 1], experts[static_cast<std::size_t>(random.below(i))]);
+  }
+  return {kExperts, 3, experts, {0, 1, 2, 0, 1, 2, 0, 1}};
+}
+
+Tensor hidden_states_of(int rank, std::int64_t tokens) {
+  return testing::random_tensor(DType::kBF16, {tokens, 64}, 1,
+                                30 + static_cast<std::uint64_t>(rank));
+}
+
+void expect_same_parts(const PackedWeights& actual, const PackedWeights& expected) {
+  const PackedParts a = actual.parts(), e = expected.parts();
+  ASSERT_EQ(a.size(), e.size());
+  for (const auto& [name, tensor] : e) {
+    ASSERT_TRUE(a.contains(name)) << name;
+    EXPECT_TRUE(bitwise_equal(a.at(name), tensor)) << name;
+  }
+  EXPECT_EQ(actual.info().a1_scale, expected.info().a1_scale);
+  EXPECT_EQ(actual.info().a2_scale, expected.info().a2_scale);
+}
+
+/// What a layer of these options holds and computes is what a new one does.
+void expect_as_made_anew(const MoeLayer& layer, const LayerWeights& weights, LayerOptions options) {
+  options.ranks.placement = layer.placement();
+  const MoeLayer anew(weights, options);
+  expect_same_parts(layer.packed_weights(), anew.packed_weights());
+  const Tensor x = hidden_states_of(options.ranks.communicator->rank(), 4);
+  EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), forward_exactly(anew, x, kTokens)));
+}
+
+class Moves : public ::testing::TestWithParam<testing::Way> {
+ protected:
+  RankCase how_{.size = 3,
+                .transport = GetParam().transport,
+                .lend = GetParam().lend,
+                .placement = random_placement(0)};
+  LayerOptions options_on(const std::shared_ptr<Communicator>& communicator) const {
+    return rank_options(how_, DType::kBF16, kTokens, communicator);
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Ranks, Moves, ::testing::ValuesIn(testing::kWays), testing::name_of);
+
+TEST_P(Moves, ForwardsGoOnWithTheBitsOfOneRank) {
+  how_.batch_invariant = true;
+  const LayerWeights weights = small_weights();
+  const MoeLayer alone(weights, one_rank_options(how_, DType::kBF16));
+  const Communicators comms = make_communicators(3, how_.lend, {kPatient});
+  run_ranks(3, [&](int rank) {
+    MoeLayer layer(weights, options_on(comms[rank]));
+    for (int step = 0; step < 200; ++step) {
+      const ExpertPlacement next = random_placement(1 + step / 10);
+      if (step % 10 == 3) layer.start_move(next);
+      if (step % 10 == 6) {
+        layer.commit_move();
+        EXPECT_EQ(layer.placement(), next);
+      }
+      const Tensor x = hidden_states_of(rank + step, (rank + step) % 4);
+      ASSERT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), forward_exactly(alone, x, 0)))
+          << "step " << step;
+    }
+    expect_as_made_anew(layer, weights, options_on(comms[rank]));
+  });
+}
+
+TEST_P(Moves, GiveTheBitsOfALayerMadeAnew) {
+  const LayerWeights weights = small_weights();
+  const Communicators comms = make_communicators(3, how_.lend, {kPatient});
+  run_ranks(3, [&](int rank) {
+    MoeLayer layer(weights, options_on(comms[rank]));
+    layer.start_move(random_placement(7));  // is forgotten
+    for (const std::uint64_t seed : {8, 9}) {
+      layer.start_move(random_placement(seed));
+      layer.commit_move();
+      expect_as_made_anew(layer, weights, options_on(comms[rank]));
+    }
+  });
+}
+
+/// With monolithic experts, whose map knows nothing of copies, and where ranks have the same
+/// tokens.
+TEST(MovesTest, EveryDeployment) {
+  const struct {
+    const char* transport;
+    bool monolithic;
+    Deployment deployment;
+  } rows[] = {
+      {"allgather_reducescatter", true, {.dp_size = 2, .expert_parallel = true}},
+      {"no_ep", false, {.tp_size = 2, .expert_parallel = true}},
+      {"all2all", false, {.tp_size = 2, .dp_size = 2, .expert_parallel = true}},
+      {"allgather_reducescatter", false, {.tp_size = 2, .dp_size = 2, .expert_parallel = true}},
+      {"all2all",
+       false,
+       {.tp_size = 2, .dp_size = 2, .expert_parallel = true, .sequence_parallel = true}},
+  };
+  const LayerWeights weights = make_layer_weights({Case{.num_experts = 8}});
+  for (const auto& row : rows) {
+    const int size = row.deployment.tp_size * row.deployment.dp_size;
+    SCOPED_TRACE(row.transport + std::to_string(size));
+    const RankCase how{.size = size,
+                       .transport = row.transport,
+                       .monolithic = row.monolithic,
+                       .deployment = row.deployment};
+    const Communicators comms = make_communicators(size, how.lend, {kPatient});
+    run_ranks(size, [&](int rank) {
+      const LayerOptions options = rank_options(how, DType::kBF16, kTokens, comms[rank]);
+      MoeLayer layer(weights, options);
+      layer.start_move(ExpertPlacement::round_robin(8, size));
+      layer.commit_move();
+      LayerOptions same = options;
+      same.ranks.placement = layer.placement();
+      const MoeLayer anew(weights, same);
+      expect_same_parts(layer.packed_weights(), anew.packed_weights());
+      const Tensor x = hidden_states_of(rank / row.deployment.tp_size, 4);
+      EXPECT_TRUE(
+          bitwise_equal(forward_exactly(layer, x, kTokens), forward_exactly(anew, x, kTokens)));
+    });
+  }
+}
+
+/// Tiles, scales of columns, biases, origins, zero points, global and static scales: all of it.
+TEST(MovesTest, NothingOfAnExpertIsForgotten) {
+  for (const NamedScheme& named : named_schemes()) {
+    SCOPED_TRACE(named.name);
+    Case spec;
+    spec.num_experts = 4;
+    spec.hidden = 160;
+    spec.intermediate = 72;
+    spec.scheme = named.scheme;
+    spec.bias = true;
+    const LayerWeights weights = make_layer_weights({spec});
+    const Communicators comms = make_communicators(2, true, {kPatient});
+    run_ranks(2, [&](int rank) {
+      LayerOptions options = rank_options({.size = 2}, DType::kBF16, kTokens, comms[rank]);
+      MoeLayer layer(weights, options);
+      layer.start_move(ExpertPlacement(4, 2, {3, 2, 1, 0}, {0, 1, 0, 1}));
+      layer.commit_move();
+      options.ranks.placement = layer.placement();
+      const MoeLayer anew(weights, options);
+      expect_same_parts(layer.packed_weights(), anew.packed_weights());
+    });
+  }
+}
+
+TEST_P(Moves, ThatCannotBeAreRefusedOnAllRanksAndChangeNothing) {
+  const testing::TemporaryDirectory folder;
+  const LayerWeights weights = small_weights();
+  const ExpertPlacement wanted = random_placement(1);
+  const ExpertPlacement other_counts(kExperts, 3, {0, 1, 2, 3, 4, 5, 0, 1},
+                                     {0, 1, 2, 0, 1, 2, 0, 0});
+  const Communicators comms = make_communicators(3, how_.lend, {kPatient});
+  run_ranks(3, [&](int rank) {
+    const auto path = folder / ("packed" + std::to_string(rank));
+    LayerOptions options = options_on(comms[rank]);
+    MoeLayer(weights, options).save_packed(path);
+    // Nobody may write to what rank 1 has mapped.
+    options.packed_weights = {path, rank == 1 ? FileAccess::kMap : FileAccess::kRead};
+    MoeLayer layer(weights, options);
+    const Tensor x = hidden_states_of(rank, 3);
+    const Tensor before = forward_exactly(layer, x, kTokens);
+    const auto refused = [&](const ExpertPlacement& placement) {
+      return testing::error_text([&] { layer.start_move(placement); });
+    };
+    const std::string mapped = refused(wanted);
+    EXPECT_TRUE(has(mapped, "rank 1: packed is mapped from a file")) << mapped;
+    const std::string counts = refused(other_counts);
+    EXPECT_TRUE(has(counts, "placement: was 4 experts on rank 0; must be 3")) << counts;
+    const std::string alone = refused(ExpertPlacement::linear(kExperts, 2));
+    EXPECT_TRUE(has(alone, "6 experts on 2 ranks")) << alone;
+    EXPECT_TRUE(has(testing::error_text([&] { layer.commit_move(); }), "nothing to commit"));
+    EXPECT_EQ(layer.placement(), how_.placement);
+    EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), before));
+  });
+}
+
+TEST_P(Moves, RanksMustWantTheSame) {
+  const Communicators comms = make_communicators(3, how_.lend, {kPatient});
+  run_ranks(3, [&](int rank) {
+    MoeLayer layer(small_weights(), options_on(comms[rank])),
+        second(small_weights(), options_on(comms[rank]));
+    const std::string places =
+        testing::error_text([&] { layer.start_move(random_placement(rank == 1 ? 4 : 3)); });
+    EXPECT_TRUE(has(places, "the ranks of a layer differ in placement: ")) << places;
+    const std::string layers =
+        testing::error_text([&] { (rank == 1 ? second : layer).start_move(random_placement(3)); });
+    EXPECT_TRUE(has(layers, "differ in layer: ranks 0, 2 have 0, rank 1 has 1")) << layers;
+    layer.start_move(random_placement(3));
+    layer.commit_move();
+    expect_as_made_anew(layer, small_weights(), options_on(comms[rank]));
+  });
+}
+
+TEST_P(Moves, ComeBetweenTwoForwards) {
+  const Communicators comms = make_communicators(3, how_.lend, {kPatient});
+  run_ranks(3, [&](int rank) {
+    MoeLayer layer(small_weights(), options_on(comms[rank]));
+    layer.start_move(random_placement(3));
+    const Tensor x = hidden_states_of(rank, 3), output = Tensor::empty(x.shape(), x.dtype());
+    const testing::Scratch scratch(layer, kTokens);
+    {
+      MoeLayer::Step step = layer.begin(x, output, scratch.workspace);
+      EXPECT_TRUE(has(testing::error_text([&] { layer.commit_move(); }), "a step has begun"));
+      step.compute();
+      step.finish();
+      layer.commit_move();
+    }
+    expect_as_made_anew(layer, small_weights(), options_on(comms[rank]));
+  });
+}
+
+TEST_P(Moves, ARankThatDidNotCommitIsNamed) {
+  const Communicators comms = make_communicators(3, how_.lend, {kPatient});
+  const auto errors = errors_of_ranks(3, [&](int rank) {
+    MoeLayer layer(small_weights(), options_on(comms[rank]));
+    layer.start_move(random_placement(3));
+    if (rank != 1) layer.commit_move();
+    forward_exactly(layer, hidden_states_of(rank, 3), kTokens);
+  });
+  for (const std::string& error : errors) {
+    EXPECT_TRUE(has(error, "placement 1, exact sizes, but rank 1 is at step 0 of layer 0") &&
+                has(error, "placement 0, exact sizes"))
+        << error;
+  }
+}
+
+/// Ranks with the same tokens only add sums.
+TEST(MovesTest, ARankThatDidNotCommitIsNamedWhereSumsAreAdded) {
+  for (const bool lend : {true, false}) {
+    const RankCase how{.size = 2,
+                       .transport = "no_ep",
+                       .lend = lend,
+                       .deployment = Deployment{.tp_size = 2, .expert_parallel = true}};
+    const Communicators comms = make_communicators(2, lend, {kPatient});
+    const auto errors = errors_of_ranks(2, [&](int rank) {
+      MoeLayer layer(small_weights(), rank_options(how, DType::kBF16, 0, comms[rank]));
+      layer.start_move(ExpertPlacement::round_robin(kExperts, 2));
+      if (rank == 1) layer.commit_move();
+      forward_exactly(layer, hidden_states_of(0, 3), kTokens);
+    });
+    for (const std::string& error : errors) {
+      EXPECT_TRUE(has(error, "but rank 1 is at the sum of step 0 of layer 0 with placement 1"))
+          << error;
+    }
+  }
+}
+
+TEST(MovesTest, NeedExpertsThatAreSharedAndCanMove) {
+  MoeLayer alone(small_weights(), one_rank_options({}, DType::kBF16));
+  EXPECT_FALSE(alone.placement());
+  EXPECT_TRUE(has(testing::error_text([&] { alone.start_move(random_placement(1)); }),
+                  "start_move() needs a layer whose experts are shared"));
+  const Communicators comms = make_communicators(2, true, {kPatient});
+  run_ranks(2, [&](int rank) {
+    const RankCase how{.size = 2, .experts = "reference"};
+    MoeLayer layer(small_weights(), rank_options(how, DType::kBF16, kTokens, comms[rank]));
+    const std::string error =
+        testing::error_text([&] { layer.start_move(ExpertPlacement::round_robin(kExperts, 2)); });
+    EXPECT_TRUE(has(error, "reference cannot move experts")) << error;
+  });
+}
+
+/// The weights of an expert, as a checkpoint gives them.
+ExpertSource source_of(const LayerWeights& weights) {
+  return [&](std::int64_t expert) {
+    ExpertWeights one = weights.experts;
+    one.experts = {weights.experts.experts[static_cast<std::size_t>(expert)]};
+    return one;
+  };
+}
+
+/// While rank 1 is gone the others begin a move, or a forward; then they go on without it.
+TEST_P(Moves, SurvivorsGoOn) {
+  how_.batch_invariant = true;
+  const LayerWeights weights = small_weights();
+  const MoeLayer alone(weights, one_rank_options(how_, DType::kBF16));
+  const Communicators comms = make_communicators(3, how_.lend, {kPatient});
+  const Communicators left = make_communicators(2, how_.lend, {kPatient});
+  const ExpertPlacement moved(kExperts, 2, {5, 4, 3, 2, 1, 0, 3}, {1, 0, 0, 1, 0, 0, 1});
+  run_ranks(3, [&](int rank) {
+    MoeLayer layer(weights, options_on(comms[rank]));
+    layer.start_move(random_placement(2));
+    layer.commit_move();
+    if (rank == 1) return comms[1]->abort("a core is gone");
+    const std::string error = testing::error_text([&] { layer.start_move(random_placement(3)); });
+    EXPECT_TRUE(has(error, "a core is gone")) << error;
+    EXPECT_EQ(layer.placement(), random_placement(2));
+    const int survivor = rank / 2;
+    layer.rebind(left[survivor], moved, source_of(weights));
+    for (int step = 0; step < 4; ++step) {
+      const Tensor x = hidden_states_of(rank + step, (rank + step) % 4);
+      EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), forward_exactly(alone, x, 0)));
+      if (step == 1)
+        layer.start_move(
+            ExpertPlacement(kExperts, 2, {0, 1, 2, 3, 4, 5, 3}, {1, 0, 0, 1, 0, 0, 1}));
+      if (step == 2) layer.commit_move();
+    }
+    how_.size = 2;
+    expect_as_made_anew(layer, weights, options_on(left[survivor]));
+  });
+}
+
+TEST(MovesTest, SurvivorsOfEveryScheme) {
+  for (const char* name : {"mxfp4_w4a16", "fp8_tensor_static", "int4_g32_zp", "nvfp4", "w4a8"}) {
+    SCOPED_TRACE(name);
+    Case spec;
+    spec.num_experts = kExperts;
+    spec.scheme = parse_scheme(name);
+    spec.bias = true;
+    const LayerWeights weights = make_layer_weights({spec});
+    const Communicators comms = make_communicators(3, true, {kPatient});
+    const Communicators left = make_communicators(2, true, {kPatient});
+    run_ranks(3, [&](int rank) {
+      MoeLayer layer(weights, rank_options({.size = 3}, DType::kBF16, kTokens, comms[rank]));
+      if (rank == 2) return;
+      layer.rebind(left[rank], ExpertPlacement::round_robin(kExperts, 2), source_of(weights));
+      expect_as_made_anew(layer, weights,
+                          rank_options({.size = 2}, DType::kBF16, kTokens, left[rank]));
+    });
+  }
+}
+
+/// Copies make the loss of a rank bearable without a checkpoint; without them it is an Error.
+TEST(MovesTest, ExpertsThatAreNowhereAreAnError) {
+  const LayerWeights weights = small_weights();
+  RankCase how{.size = 2};
+  how.placement = ExpertPlacement(kExperts, 2, {0, 1, 2, 3, 4, 5, 3, 4}, {0, 0, 0, 0, 0, 1, 1, 1});
+  const Communicators comms = make_communicators(2, true, {kPatient});
+  const Communicators left = make_thread_communicators(1);
+  run_ranks(2, [&](int rank) {
+    MoeLayer layer(weights, rank_options(how, DType::kBF16, kTokens, comms[rank]));
+    if (rank == 1) return comms[1]->abort("gone");
+    const ExpertPlacement all = ExpertPlacement::linear(kExperts, 1);
+    const std::string error = testing::error_text([&] { layer.rebind(left[0], all); });
+    EXPECT_TRUE(has(error, "placement has expert 5, which none of these ranks has")) << error;
+    layer.rebind(left[0], all, [&](std::int64_t expert) {
+      EXPECT_EQ(expert, 5);
+      return source_of(weights)(expert);
+    });
+    const MoeLayer alone(weights, one_rank_options({}, DType::kBF16));
+    const Tensor x = hidden_states_of(0, 4);
+    EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), forward_exactly(alone, x, 0)));
+  });
+}
+
+/// A communicator of processes, over TCP: one that ends is noticed at once.
+std::shared_ptr<Communicator> join(int rank, int size, ControlPlane& texts, const std::string& name,
+                                   bool shared_memory) {
+  int calls = 0;
+  const auto gather = [&](const std::string& text) {
+    const std::string call = name + std::to_string(calls++) + "/";
+    texts.post(call + std::to_string(rank), text);
+    std::vector<std::string> all;
+    for (int r = 0; r < size; ++r) {
+      all.push_back(texts.read(call + std::to_string(r), kPatient).value());
+    }
+    return all;
+  };
+  CommunicatorOptions options{kPatient};
+  options.shared_memory = shared_memory;
+  return make_communicator(rank, size, make_control_plane(rank, size, gather, kPatient), options);
+}
+
+/// Over memory that they share, and over TCP. Rank 1 is killed; the others go on.
+TEST(MovesTest, ProcessesMoveExpertsAndSurvive) {
+  const LayerWeights weights = small_weights();
+  const RankCase how{.size = 3, .placement = random_placement(0), .batch_invariant = true};
+  for (const bool shared_memory : {true, false}) {
+    const auto serve = [&](int rank, ControlPlane& texts) {
+      const MoeLayer alone(weights, one_rank_options(how, DType::kBF16));
+      const auto forward = [&](const MoeLayer& layer, int step) {
+        const Tensor x = hidden_states_of(rank + step, (rank + step) % 4);
+        if (bitwise_equal(forward_exactly(layer, x, kTokens), forward_exactly(alone, x, 0))) return;
+        throw std::runtime_error("other bits in step " + std::to_string(step));
+      };
+      const auto all = join(rank, 3, texts, "all", shared_memory);
+      MoeLayer layer(weights, rank_options(how, DType::kBF16, kTokens, all));
+      for (int step = 0; step < 20; ++step) {
+        if (step % 5 == 1) layer.start_move(random_placement(step));
+        if (step % 5 == 3) layer.commit_move();
+        forward(layer, step);
+      }
+      if (rank == 1) std::raise(SIGKILL);
+      const std::string error = testing::error_text([&] { layer.start_move(random_placement(3)); });
+      if (!has(error, "rank 1")) throw std::runtime_error("no word of rank 1: " + error);
+      const auto left = join(rank / 2, 2, texts, "left", shared_memory);
+      layer.rebind(left, ExpertPlacement::round_robin(kExperts, 2), source_of(weights));
+      for (int step = 0; step < 5; ++step) forward(layer, step);
+      left->barrier();
+    };
+    const auto texts = testing::texts_of_processes(
+        3, [&](int rank, const std::shared_ptr<ControlPlane>& control) -> std::string {
+          try {
+            serve(rank, *control);
+          } catch (const std::exception& error) {
+            return error.what();
+          }
+          return "went on";
+        });
+    EXPECT_EQ(texts[0], "went on");
+    EXPECT_EQ(texts[1], testing::kDied);
+    EXPECT_EQ(texts[2], "went on");
+  }
+}
+
+}  // namespace fusedmoe::moves_test
