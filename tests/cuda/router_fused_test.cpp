@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "../unit/router_cases.h"
+#include "cuda/device/limits.h"
+#include "cuda/device/properties.h"
 #include "cuda/router/fused_route.h"
 #include "cuda/router/router.h"
 #include "cuda/rows/permute.h"
@@ -210,7 +212,8 @@ INSTANTIATE_TEST_SUITE_P(Cases, CudaRouterFused, ::testing::ValuesIn(fused_cases
 
 TEST_P(CudaRouterFused, EqualsTheSeparateKernels) {
   const Inputs in(GetParam(), 1);
-  ASSERT_TRUE(cuda::may_fuse(in.config, in.spec.num_tokens, in.num_local_experts));
+  ASSERT_TRUE(
+      cuda::may_fuse(in.config, in.spec.num_tokens, in.num_local_experts, cuda::limits_of(kGpu)));
   const Results fused(in), separate(in);
   run_fused(in, fused);
   run_separate(in, separate);
@@ -303,22 +306,26 @@ TEST_P(CudaRouterFused, TheNextKernelWaits) {
 TEST(CudaRouterFusedSizesTest, ManyTokensAreForTheSeparateKernels) {
   FusedCase spec{"", 1, 128, 8, 2048};
   RouterConfig config = config_of(spec);
-  EXPECT_FALSE(cuda::may_fuse(config, 0, 128));
-  EXPECT_TRUE(cuda::may_fuse(config, 1, 128));
-  EXPECT_TRUE(cuda::may_fuse(config, 32, 128));
-  EXPECT_FALSE(cuda::may_fuse(config, 33, 128));
+  const cuda::DeviceLimits device = cuda::limits_of_capability(90);
+  const auto may_fuse = [&](std::int64_t num_tokens, std::int64_t num_local_experts) {
+    return cuda::may_fuse(config, num_tokens, num_local_experts, device);
+  };
+  EXPECT_FALSE(may_fuse(0, 128));
+  EXPECT_TRUE(may_fuse(1, 128));
+  EXPECT_TRUE(may_fuse(32, 128));
+  EXPECT_FALSE(may_fuse(33, 128));
   config.topk = 17;  // 32 tokens: more than 512 slots
-  EXPECT_FALSE(cuda::may_fuse(config, 32, 128));
+  EXPECT_FALSE(may_fuse(32, 128));
   config.topk = 8;
   config.num_experts = 2048;
-  EXPECT_TRUE(cuda::may_fuse(config, 1, 256));
-  EXPECT_FALSE(cuda::may_fuse(config, 16, 256));
-  EXPECT_FALSE(cuda::may_fuse(config, 1, 4096));
+  EXPECT_TRUE(may_fuse(1, 256));
+  EXPECT_FALSE(may_fuse(16, 256));
+  EXPECT_FALSE(may_fuse(1, 4096));
   config.num_experts = 4096;
-  EXPECT_FALSE(cuda::may_fuse(config, 1, 256));
+  EXPECT_FALSE(may_fuse(1, 256));
   config = config_of(spec);
   config.custom = [](const TensorView&, const TensorView&, const TensorView&) {};
-  EXPECT_FALSE(cuda::may_fuse(config, 1, 128));
+  EXPECT_FALSE(may_fuse(1, 128));
 }
 
 }  // namespace

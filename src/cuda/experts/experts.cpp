@@ -373,7 +373,8 @@ void CudaExperts::run_routed(const ForwardArgs& args) const {
 void CudaExperts::route_and_run(const ForwardArgs& args) const {
   const ProblemSize problem = core::experts_problem(*this, args);
   if (unfused() || rows_.are_coded(args) ||
-      !may_fuse(*args.router, problem.num_tokens, problem.num_local_experts)) {
+      !may_fuse(*args.router, problem.num_tokens, problem.num_local_experts,
+                limits_of(args.stream.device))) {
     route(args);
     return run_routed(args);
   }

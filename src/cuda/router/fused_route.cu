@@ -237,7 +237,8 @@ void launch_given(const FusedParams& p, std::int64_t row_bytes, bool overlap,
 
 }  // namespace
 
-bool may_fuse(const RouterConfig& config, std::int64_t num_tokens, std::int64_t num_local_experts) {
+bool may_fuse(const RouterConfig& config, std::int64_t num_tokens, std::int64_t num_local_experts,
+              const DeviceLimits& device) {
   const bool routes_in_two = config.custom || config.scoring == ScoringFunc::kSparsemixer;
   if (routes_in_two || num_tokens < 1 || num_tokens > kMaxTokens ||
       num_tokens * config.topk > kMaxSlots || config.num_experts > kMaxRouterExperts ||
@@ -250,15 +251,15 @@ bool may_fuse(const RouterConfig& config, std::int64_t num_tokens, std::int64_t 
   p.data = sizes_of(num_tokens, config.topk, num_local_experts);
   p.scratch_words = static_cast<int>(
       scratch_words(num_tokens, config.num_experts, config.num_expert_group, p.data));
-  return 4 * FusedMemory::words(p) <=
-         std::min<std::int64_t>(kMaxSharedBytes, limits_of(current_device()).block_shared_bytes);
+  return 4 * FusedMemory::words(p) <= std::min(kMaxSharedBytes, device.block_shared_bytes);
 }
 
 RoutingData fused_route(const FusedRoute& args, const Stream& stream) {
   FusedParams p{};
   p.route = check_route(*args.config, args.logits, args.correction_bias, args.out, args.expert_load,
                         stream);
-  if (!may_fuse(*args.config, p.route.num_tokens, args.num_local_experts)) {
+  if (!may_fuse(*args.config, p.route.num_tokens, args.num_local_experts,
+                limits_of(stream.device))) {
     throw Error("num_tokens", std::to_string(p.route.num_tokens), "few enough for may_fuse()");
   }
   const RoutingData data =

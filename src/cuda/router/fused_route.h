@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/device/limits.h"
 #include "cuda/rows/routing_data.h"
 #include "fusedmoe/router.h"
 #include "fusedmoe/tensor.h"
@@ -28,9 +29,10 @@ struct FusedRoute {
 };
 
 /// Whether fused_route() takes so many tokens: up to 32, and 512 slots, of experts whose scores fit
-/// into the shared memory of a block. Not for custom routing or kSparsemixer. For more tokens the
-/// separate kernels are faster.
-bool may_fuse(const RouterConfig& config, std::int64_t num_tokens, std::int64_t num_local_experts);
+/// into the shared memory of a block of the device. Not for custom routing or kSparsemixer. For
+/// more tokens the separate kernels are faster.
+bool may_fuse(const RouterConfig& config, std::int64_t num_tokens, std::int64_t num_local_experts,
+              const DeviceLimits& device);
 
 /// Enqueues one kernel, or the router's logits and then one kernel where the router's weights are
 /// too many for one cluster. Throws Error as route() and router_logits() do, and where may_fuse()
