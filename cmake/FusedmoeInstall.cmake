@@ -20,7 +20,7 @@ if(FUSEDMOE_BUILD_C)
   install_libraries(fusedmoeCTargets fusedmoe_c)
   install(FILES ${PROJECT_SOURCE_DIR}/include/fusedmoe.h
           ${PROJECT_SOURCE_DIR}/include/fusedmoe_quant.h ${PROJECT_SOURCE_DIR}/include/fusedmoe_ranks.h
-          ${PROJECT_SOURCE_DIR}/include/fusedmoe_selection.h
+          ${PROJECT_SOURCE_DIR}/include/fusedmoe_selection.h ${PROJECT_SOURCE_DIR}/include/fusedmoe_hooks.h
           DESTINATION ${CMAKE_INSTALL_INCLUDEDIR} COMPONENT development)
 endif()
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/fusedmoe DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}

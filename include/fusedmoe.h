@@ -42,6 +42,7 @@ enum {
   FUSEDMOE_IO = 4,
   FUSEDMOE_DEVICE = 5,        /* the CUDA runtime or driver failed */
   FUSEDMOE_COMMUNICATION = 6, /* a rank is missing, has failed or does something else */
+  FUSEDMOE_CANCELLED = 7,     /* a callback of the caller's has returned something but 0 */
   FUSEDMOE_INTERNAL = 100,    /* a fault of the library */
 };
 
@@ -56,7 +57,7 @@ typedef struct fusedmoe_error {
   int32_t device_error;   /* of a device error: the number that CUDA gave */
   size_t requested_bytes; /* of memory that there was not; 0: not known */
   const char* message;    /* one sentence */
-  const char* argument;   /* the argument or file at fault, or "" */
+  const char* argument;   /* the argument, file or callback at fault, or "" */
   const char* was;        /* of a value at fault: what it was, */
   const char* must_be;    /* and what it must be; else "" */
 } fusedmoe_error;
@@ -117,15 +118,27 @@ FUSEDMOE_C_API int32_t fusedmoe_cuda_device_count(void);
 /* Why the device cannot be used; "" if it can. Lives until the thread's next call of this. */
 FUSEDMOE_C_API const char* fusedmoe_device_problem(int32_t device_type, int32_t device_index);
 
+enum { FUSEDMOE_LOG_INFO = 20, FUSEDMOE_LOG_WARNING = 30 }; /* LogLevel in fusedmoe/log.h */
+/* From now on log(context, level, message) hears what the library chooses, and why, in one line
+ * each: of every kernel that is made, once for those alike. Forwards say nothing. NULL, as at the
+ * start: nobody does. Several threads may call it at once, one that has begun even after another
+ * function was set. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_set_log(void (*log)(void* context, int32_t level,
+                                                            const char* message),
+                                                void* context);
+
 /* Runs the tasks of CPU work on the caller's threads. */
 typedef struct fusedmoe_executor {
   size_t struct_size;
   void* context;
   int32_t concurrency; /* tasks that can run at the same time, at least 1 */
   /* Calls task(data, 0), ..., task(data, num_tasks - 1), in any order, on any threads, and returns
-   * when all have returned. Several threads may call it at once. */
-  void (*run)(void* context, int32_t num_tasks, void (*task)(void* data, int32_t index),
-              void* data);
+   * 0 when all have returned. Several threads may call it at once. Something but 0, when none of
+   * the tasks runs any more, gives the call up: it ends with FUSEDMOE_CANCELLED, a forward with its
+   * output untouched (in chunks of tokens: that of the chunk). A forward that has begun to write
+   * its output ends as usual. One thread's work does not ask run. */
+  int32_t (*run)(void* context, int32_t num_tasks, void (*task)(void* data, int32_t index),
+                 void* data);
 } fusedmoe_executor;
 
 /* ------------------------------------------------------------------------------------------------
@@ -302,6 +315,7 @@ typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
   const char* packed_weights;
   int32_t packed_read;       /* read the file into memory; 0: map it */
   int32_t packed_unverified; /* leave out the checksum of the contents */
+  int32_t hooks;             /* only experts that call fusedmoe_forward_args.hooks */
 } fusedmoe_layer_options;
 
 /* Both select an implementation and pack the weights, which takes long. The sources are not needed
@@ -319,6 +333,13 @@ FUSEDMOE_C_API void fusedmoe_layer_destroy(fusedmoe_layer* layer);
  * starts need not pack them. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_save_packed(const fusedmoe_layer* layer,
                                                           const char* path);
+/* Replaces the routed expert at a place, 0 to num_local_experts - 1, by the first of `weights`:
+ * new values in training, or another expert in a cache, of which fusedmoe_forward_args.expert_map
+ * then says where it lies. No forward may run meanwhile. Everything is checked first. Not where the
+ * weights lie in a mapped file: see fusedmoe_layer_options.packed_read. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_repack(fusedmoe_layer* layer,
+                                                     const fusedmoe_expert_weights* weights,
+                                                     int64_t expert);
 
 typedef struct fusedmoe_layer_info {
   size_t struct_size;
@@ -342,6 +363,9 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_workspace_bytes(const fusedmoe_lay
 FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_shared_bytes(const fusedmoe_layer* layer,
                                                            int64_t num_tokens, size_t* bytes);
 
+/* See fusedmoe_hooks.h. */
+typedef struct fusedmoe_hooks fusedmoe_hooks;
+
 typedef struct fusedmoe_forward_args {
   size_t struct_size;
   fusedmoe_tensor hidden_states; /* (num_tokens, hidden) */
@@ -350,8 +374,8 @@ typedef struct fusedmoe_forward_args {
    * routing; global ids, -1 selects nothing. */
   fusedmoe_tensor topk_ids;
   fusedmoe_tensor topk_weights;
-  /* Results of forward, if given: (num_tokens, num_experts + num_zero_experts) f32, and
-   * (num_experts + num_zero_experts) i32, the tokens of each. */
+  /* Results, if given: of forward alone (num_tokens, num_experts + num_zero_experts) f32, and of
+   * both (num_experts + num_zero_experts) i32, the tokens that chose each. */
   fusedmoe_tensor router_logits;
   fusedmoe_tensor expert_load;
   void* workspace; /* 64-byte aligned, on the layer's device */
@@ -361,6 +385,11 @@ typedef struct fusedmoe_forward_args {
   int64_t max_tokens; /* of any rank in this forward, the same on all; 0: max_tokens_per_rank */
   fusedmoe_tensor dropped_rows; /* result, if given: (1) i32, of these tokens */
   int32_t fixed_sizes; /* count nothing; the same on all ranks. Captured streams imply it */
+  /* (num_experts) i32, if given: in place of that of the layer, which must have been made with one
+   * and without a communicator. See fusedmoe_layer_repack(). */
+  fusedmoe_tensor expert_map;
+  const fusedmoe_executor* executor; /* of this forward on the CPU; NULL: the layer's */
+  const fusedmoe_hooks* hooks;       /* of a layer with options.hooks; NULL: none */
 } fusedmoe_forward_args;
 
 /* Both check every argument before they write, and allocate nothing. On CUDA they only enqueue. */
@@ -390,8 +419,9 @@ typedef struct fusedmoe_fused_experts_args {
   fusedmoe_tensor expert_map;   /* (global_num_experts) i32 */
   int64_t global_num_experts;   /* 0: those of w13 */
   int32_t apply_router_weight_on_input;
-  const char* require; /* NULL: the best */
-  void* stream;        /* as in fusedmoe_forward_args */
+  const char* require;               /* NULL: the best */
+  void* stream;                      /* as in fusedmoe_forward_args */
+  const fusedmoe_executor* executor; /* of the call on the CPU, packing too; NULL: the library's */
 } fusedmoe_fused_experts_args;
 
 /* The first call with some weights packs them; later calls with the same addresses, shapes and

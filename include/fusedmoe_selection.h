@@ -30,6 +30,7 @@ typedef struct fusedmoe_moe_config { /* MoeConfig in fusedmoe/experts.h */
   int32_t device_index;
   int32_t compute_capability; /* 90: Hopper, which need not be here; 0: that of the device */
   const char* require;        /* NULL: the best */
+  int32_t hooks;              /* experts that call hooks: fusedmoe_hooks.h */
 } fusedmoe_moe_config;
 
 typedef struct fusedmoe_candidate { /* strings live as long as the selection */

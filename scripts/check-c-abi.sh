@@ -13,6 +13,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 "${CC:-cc}" -std=c11 -E -P -Iinclude -include fusedmoe_quant.h -include fusedmoe_ranks.h \
+  -include fusedmoe_hooks.h \
   include/fusedmoe_selection.h >"$work/header.c"
 # Every declaration of a function becomes its definition.
 tr '\n' ' ' <"$work/header.c" |

@@ -40,7 +40,7 @@ find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.
       below = "device rows formats router mlp one_token "
       within("experts", ". " below); within("sm90", "experts " below); within("sm80", "experts " below)
       within(".", "experts nccl sm90 sm80 " below)
-      floor("core", "error tensor runtime dlpack export version")
+      floor("core", "error tensor runtime dlpack export log version")
       floor("quant", "quant"); floor("files", "safetensors"); floor("checkpoint", "checkpoint")
       floor("moe", "balance comm parallel wait_hook weights router experts"); floor("layer", "modular_kernel packed_file selection layer")
     }

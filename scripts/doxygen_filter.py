@@ -21,10 +21,10 @@ GROUPS = {
     "router": ("Router", "router"),
     "quantization": ("Number formats", "quant"),
     "ranks": ("Ranks", "comm parallel balance wait_hook"),
-    "runtime": ("Tensors, devices, errors", "tensor runtime dlpack error export version"),
+    "runtime": ("Tensors, devices, errors", "tensor runtime dlpack error log export version"),
 }
 C = {
-    "c": ("C: layers", "fusedmoe fusedmoe_selection"),
+    "c": ("C: layers", "fusedmoe fusedmoe_hooks fusedmoe_selection"),
     "c_quant": ("C: number formats", "fusedmoe_quant"),
     "c_ranks": ("C: ranks", "fusedmoe_ranks"),
 }

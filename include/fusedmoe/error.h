@@ -19,9 +19,11 @@ enum class ErrorKind : int {
   kIo = 4,               ///< a file is missing, cannot be read or written, or is malformed
   kDevice = 5,           ///< the CUDA runtime or driver failed: see Error::device_error()
   kCommunication = 6,    ///< a rank is missing, failed, or does something else than the others
+  kCancelled = 7,        ///< a callback of the caller's, as an executor, has ended the call
   kInternal = 100,       ///< a fault of the library: no caller can do anything about it
 };
-/// "invalid argument", "unsupported", "out of memory", "i/o", "device", "communication", "internal"
+/// "invalid argument", "unsupported", "out of memory", "i/o", "device", "communication",
+/// "cancelled", "internal"
 FUSEDMOE_API std::string_view name(ErrorKind kind);
 
 /// What is wrong with an argument.
@@ -63,8 +65,8 @@ enum class Reason : int {
 FUSEDMOE_API std::string_view code(Reason reason);
 
 /// Thrown before any work starts and before any output is touched, except for device errors, which
-/// CUDA may report late. what() is one sentence; a list of details may follow on lines of their
-/// own, at most 15 lines in all.
+/// CUDA may report late, and cancellation, which leaves the output as it was. what() is one
+/// sentence; a list of details may follow on lines of their own, at most 15 lines in all.
 class FUSEDMOE_API Error : public std::runtime_error {
  public:
   /// An invalid argument: "`argument`: was `was`; must be `must_be`".
@@ -93,6 +95,8 @@ class FUSEDMOE_API Error : public std::runtime_error {
   static Error device(int code, const std::string& message);
   /// Between ranks; `message` is the whole sentence and names them.
   static Error communication(const std::string& message);
+  /// `callback` names what the caller has given; `message` is the whole sentence.
+  static Error cancelled(std::string callback, const std::string& message);
   /// What only a fault of the library makes happen: "internal error: `message`".
   static Error internal(const std::string& message);
 

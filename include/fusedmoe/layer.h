@@ -90,13 +90,16 @@ FUSEDMOE_API ParallelConfig parallel_of(const LayerOptions& options);
 
 /// What a forward may be given beside its tensors.
 struct ForwardOptions {
-  /// Results that are wanted; undefined views are not filled. What the router alone knows, logits
-  /// and load, is an Error in forward_routed().
+  /// Results that are wanted; undefined views are not filled. Logits, which the router alone knows,
+  /// are an Error in forward_routed().
   TensorView router_logits = {};  ///< (num_tokens, num_choices) f32
   TensorView topk_ids = {};       ///< (num_tokens, topk) i32
   TensorView topk_weights = {};   ///< (num_tokens, topk) f32
-  /// (num_choices) i32: how many tokens chose each expert.
+  /// (num_choices) i32: how many tokens chose each expert; of the caller's routing too.
   TensorView expert_load = {};
+  /// (num_experts) i32: in place of LayerWeights::expert_map in this forward, as for a cache of
+  /// experts, see repack(). Only of a layer that was made with one and has no communicator.
+  TensorView expert_map = {};
   /// (1) i32: how many rows of this rank's tokens found no room on the ranks they went to, see
   /// RankOptions::drop_rows. On CUDA it is filled in the order of the stream, in graphs too.
   TensorView dropped_rows = {};
@@ -110,7 +113,9 @@ struct ForwardOptions {
   /// a stream that is captured does so in any case. No row is dropped. Not with per_slot, nor where
   /// experts of several ranks route by themselves.
   bool fixed_sizes = false;
-  std::optional<Stream> stream = std::nullopt;  ///< none: the default stream of the device
+  /// None: the default stream of the device; on the CPU the threads of LayerOptions::executor. On
+  /// the CPU cpu_stream() names other threads for this forward.
+  std::optional<Stream> stream = std::nullopt;
 };
 
 /// What one rank holds of a layer: its experts in the order of the placement (none: linear), or its
@@ -132,9 +137,9 @@ FUSEDMOE_API std::int64_t slice_unit(const QuantScheme& scheme);
 /// The weights of one expert, in the form and order in which a checkpoint has them.
 using ExpertSource = std::function<ExpertWeights(std::int64_t expert)>;
 
-/// forward may run on several threads with separate workspaces, but not beside start_move(),
-/// commit_move() and rebind(), which alone change a layer. A layer that was moved from throws Error
-/// when it is used.
+/// forward may run on several threads with separate workspaces, but not beside repack(),
+/// start_move(), commit_move() and rebind(), which alone change a layer. A layer that was moved
+/// from throws Error when it is used.
 ///
 /// Shared experts run through a kernel of their own, as one expert that every token chooses, and
 /// are added to the routed output in fp32: below f32 that sum is the third rounding, after one in
@@ -158,6 +163,11 @@ class FUSEDMOE_API MoeLayer {
   const PackedWeights& packed_weights() const;
   /// Keeps these for LayerOptions::packed_weights, see save_packed(); not the shared experts.
   void save_packed(const std::filesystem::path& path) const;
+  /// Replaces the routed expert at this place (num_local_experts) by the first of `weights`: new
+  /// values in training, or another expert in a cache, of which ForwardOptions::expert_map then
+  /// says where it lies. No forward may run meanwhile. Checks everything before it writes: throws
+  /// Error for weights that do not fit, and where those of the layer lie in a mapped file.
+  void repack(const ExpertWeights& weights, std::int64_t expert);
   /// One line: experts, prepare_finalize, scheme, dtype, instruction set, and threads or the
   /// device; for example "cpu+no_ep mxfp4_w4a16 bf16 isa=avx512_bf16 threads=2".
   std::string plan_line() const;

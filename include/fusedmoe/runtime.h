@@ -56,8 +56,12 @@ class FUSEDMOE_API Executor {
   virtual int concurrency() const = 0;
   /// Calls task(0), ..., task(num_tasks - 1) and returns when all have returned. No task waits for
   /// another, so they may run in any order, on any threads, or one after the other on the caller's.
-  /// The library's tasks do not throw.
-  /// Several threads may call run() at once.
+  /// The library's tasks do not throw. Several threads may call run() at once.
+  ///
+  /// May throw, when none of its tasks runs any more: to give a forward up. That leaves the
+  /// forward, with its output untouched (of a forward in chunks of tokens: that of the chunk). A
+  /// forward that has begun to write its output ends as usual: its thread does what run() did not.
+  /// One thread's work does not ask the executor, so a small forward may not notice.
   virtual void run(int num_tasks, Task task) = 0;
 };
 

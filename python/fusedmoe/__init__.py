@@ -4,22 +4,29 @@ Arrays may be of NumPy, PyTorch, CuPy, JAX or anything else with DLPack; none of
 nothing is copied. A bad call raises ValueError, what nothing here can serve NotImplementedError,
 missing memory MemoryError, a bad file OSError, and a failing GPU RuntimeError; each names what is
 wrong, and `error.argument` is the argument's name.
+
+The logger "fusedmoe" of Python's logging hears what was chosen, and why: of each kernel that is
+made one message of level INFO, once for those alike.
 """
 
-from ._core import (
-    PackCache,
-    Tensor,
-    cpu_isa,
-    cuda_device_count,
-    device_problem,
-    num_threads,
-    set_num_threads,
-)
-from ._core import version as __version__
+from . import machine as _machine
 from ._arrays import as_tensor, empty, load_file
+from ._core import PackCache, Tensor
+from ._core import set_log as _set_log
+from ._core import version as __version__
 from .checkpoint import Checkpoint
 from .experts import clear_cache, fused_experts
 from .layer import MoELayer
+from .machine import cpu_isa, cuda_device_count, device_problem, num_threads, set_num_threads
+from .options import (
+    CheckpointInfo,
+    DeviceConfig,
+    ExpertSettings,
+    ExplainConfig,
+    LayerInfo,
+    LayerOptions,
+    SharedExperts,
+)
 from .quant import (
     QuantizedMatrix,
     dequantize_weights,
@@ -43,12 +50,19 @@ __all__ = [
     "BalancedLayer",
     "Candidate",
     "Checkpoint",
+    "CheckpointInfo",
     "Communicator",
+    "DeviceConfig",
+    "ExpertSettings",
+    "ExplainConfig",
+    "LayerInfo",
+    "LayerOptions",
     "LoadWindow",
     "MoELayer",
     "PackCache",
     "QuantizedMatrix",
     "Selection",
+    "SharedExperts",
     "Tensor",
     "__version__",
     "as_tensor",
@@ -77,3 +91,5 @@ __all__ = [
 
 version_info = tuple(map(int, __version__.split(".")))
 """The version as numbers, to compare with."""
+
+_set_log(_machine.log)

@@ -6,7 +6,7 @@ import functools
 import os
 import re
 import sys
-from typing import Any, Callable, Dict, FrozenSet, Iterable, Optional
+from typing import Any, Callable, Dict, FrozenSet, Iterable, Mapping, Optional, Union
 
 from . import _core
 from ._core import Tensor
@@ -21,6 +21,8 @@ _ML_DTYPES = {
 }
 Array = Any
 """An array of NumPy, PyTorch, CuPy, JAX or anything else with DLPack, or a Tensor."""
+Path = Union[str, os.PathLike[str]]
+"""Of a file or a folder."""
 _TORCH_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
@@ -130,7 +132,7 @@ def scratch_of(x: Any, stream: Optional[int]) -> Optional[Callable[[int], Any]]:
     return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=x.device)
 
 
-def checked(settings: Dict[str, Any], known: FrozenSet[str], kind: str) -> Dict[str, Any]:
+def checked(settings: Mapping[str, Any], known: FrozenSet[str], kind: str) -> Dict[str, Any]:
     """The settings that are not None. Raises TypeError for a name that is not known."""
     unknown = sorted(set(settings) - known)
     if unknown:
@@ -138,7 +140,7 @@ def checked(settings: Dict[str, Any], known: FrozenSet[str], kind: str) -> Dict[
     return given(settings)
 
 
-def given(settings: Dict[str, Any]) -> Dict[str, Any]:
+def given(settings: Mapping[str, Any]) -> Dict[str, Any]:
     """The settings that are not None."""
     return {key: value for key, value in settings.items() if value is not None}
 
@@ -171,7 +173,7 @@ def empty(shape: Iterable[int], dtype: str = "bf16", device: str = "cpu") -> Ten
     return _core.empty(list(shape), dtype, device)
 
 
-def load_file(path: "str | os.PathLike[str]") -> Dict[str, Tensor]:
+def load_file(path: Path) -> Dict[str, Tensor]:
     """The tensors of a safetensors file, read into memory.
 
     Raises:

@@ -16,7 +16,7 @@ import platform
 import statistics
 import sys
 import time
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple, cast
 
 import torch
 
@@ -33,7 +33,7 @@ def _candidates(problem: Problem) -> Dict[str, Candidate]:
     layer = fusedmoe.MoELayer.from_tensors(
         *problem.stored,
         topk=problem.topk,
-        weights=problem.settings,
+        weights=cast(fusedmoe.ExpertSettings, problem.settings),
         dtype=problem.dtype_name,
         device=str(problem.device),
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Dict, List, Optional, Union
+from typing import List, Optional, cast
 
 from . import _core
-
-Path = Union[str, "os.PathLike[str]"]
+from ._arrays import Path
+from .options import CheckpointInfo
 
 
 class Checkpoint:
@@ -30,7 +30,7 @@ class Checkpoint:
     ) -> None:
         named = "" if family is None else os.fspath(family)
         self._handle = _core.open_checkpoint(os.fspath(path), read_files, named)
-        self.info: Dict[str, Any] = self._handle.info()
+        self.info = cast(CheckpointInfo, self._handle.info())
         """family, scheme, layout, activation, num_layers, num_experts, topk, hidden, ..."""
         self.moe_layers: List[int] = self._handle.moe_layers()
         """The layers that hold experts, ascending."""

@@ -3,8 +3,9 @@
 Makes a model of transformers with experts in MXFP4, runs it in a process of its own with fusedmoe
 and with each implementation of transformers, and prints what each takes. For fusedmoe also the time
 that the bytes of a token's experts take at the measured bandwidth, in percent of the time taken.
-Needs torch and transformers. The published size of a layer: --hidden 2880 --intermediate 2880
---experts 32 --vocabulary 201088 --layers 2.
+"f32" are transformers' eager experts in f32, in a model that is bf16 otherwise: from its logits the
+column "error" measures how far those of the others are. Needs torch and transformers. The published
+size of a layer: --hidden 2880 --intermediate 2880 --experts 32 --vocabulary 201088 --layers 2.
 """
 
 from __future__ import annotations
@@ -19,10 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional
 
-OWN = "fusedmoe"
-IMPLEMENTATIONS = (OWN, "grouped_mm", "batched_mm", "eager")
+OWN, EXACT = "fusedmoe", "f32"
+IMPLEMENTATIONS = (EXACT, OWN, "grouped_mm", "batched_mm", "eager")
+WHY = """
+Greedy tokens differ where two logits are nearer to each other than an implementation is to exact
+arithmetic, often soon in a model with random weights. fusedmoe adds in f32 and rounds to bf16
+twice: the activated rows, and the sum over a token's experts. transformers' rows are rounded to
+bf16 after each step: product, bias, parts of the activation, weight, each addition. The column
+error says how far that takes the logits of the prompt (root mean square over that of the logits)
+from those of experts in f32, which are run first."""
 _PROMPT, _PROBED = 16, 40  # tokens
 
 
@@ -94,8 +102,10 @@ def run(folder: str, implementation: str, new_tokens: int) -> Dict[str, Any]:
             folder,
             dtype=torch.bfloat16,
             quantization_config=transformers.Mxfp4Config(dequantize=True),
-            experts_implementation=implementation,
+            experts_implementation="eager" if implementation == EXACT else implementation,
         )
+        if implementation == EXACT:
+            _experts_in_f32(model)
     loaded = time.perf_counter()
     prompt = torch.arange(_PROMPT)[None] % model.config.vocab_size
     ends: List[float] = []
@@ -107,7 +117,8 @@ def run(folder: str, implementation: str, new_tokens: int) -> Dict[str, Any]:
         def end(self) -> None: ...
 
     with torch.no_grad():
-        model(prompt)  # packs, allocates
+        logits = model(prompt).logits.float()  # packs, allocates
+        torch.save(logits, _logits_file(folder, implementation))
         tokens = model.generate(
             prompt, max_new_tokens=new_tokens, do_sample=False, streamer=Clock()
         )
@@ -122,6 +133,42 @@ def run(folder: str, implementation: str, new_tokens: int) -> Dict[str, Any]:
         "percent_of_bandwidth": statistics.median(percents) if percents else None,
         "tokens": tokens[0, _PROMPT:].tolist(),
     }
+
+
+def _logits_file(folder: "str | os.PathLike[str]", implementation: str) -> pathlib.Path:
+    return pathlib.Path(folder) / f"{implementation}.logits"
+
+
+def _experts_in_f32(model: Any) -> None:
+    """The experts modules in f32; what goes in is widened, what comes out rounded to bf16."""
+    import torch
+
+    def widened(value: Any) -> Any:
+        floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.float() if floats else value
+
+    for layer in model.model.layers:
+        layer.mlp.experts.float()
+        layer.mlp.experts.register_forward_pre_hook(
+            lambda _, args, named: (
+                tuple(map(widened, args)),
+                {name: widened(value) for name, value in named.items()},
+            ),
+            with_kwargs=True,
+        )
+        layer.mlp.experts.register_forward_hook(lambda _, args, out: out.to(torch.bfloat16))
+
+
+def _error(folder: "str | os.PathLike[str]", implementation: str) -> Optional[float]:
+    """How far the logits are from those with experts in f32, where these were computed."""
+    import torch
+
+    exact_file = _logits_file(folder, EXACT)
+    if not exact_file.exists():
+        return None
+    exact = torch.load(exact_file)
+    difference = torch.load(_logits_file(folder, implementation)) - exact
+    return float(difference.square().mean().sqrt() / exact.square().mean().sqrt())
 
 
 def _percents_of_bandwidth(model: Any, prompt: Any) -> List[float]:
@@ -180,29 +227,34 @@ def main() -> int:
         nbytes = make_model(folder, **{name: getattr(args, name) for name in sizes})
         if not args.json:
             print(f"a random gpt-oss model of {nbytes / 1e6:.0f} MB, experts in MXFP4")
-            print("experts by    load s  prompt tok/s  decode tok/s  peak MB  bandwidth  tokens")
+            columns = "load s  prompt tok/s  decode tok/s  peak MB  bandwidth   error  tokens"
+            print(f"experts by    {columns}")
         results = []
-        for implementation in args.implementations:
+        for implementation in sorted(args.implementations, key=lambda name: name != EXACT):
             # A process of its own for each: peak memory is that of a process.
             command = [sys.executable, "-m", "fusedmoe.demo", "--run", folder, implementation]
             command += ["--new-tokens", str(args.new_tokens)]
             output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
             result = json.loads(output.splitlines()[-1])
+            result["error"] = _error(folder, implementation)
             results.append(result)
             if not args.json:
                 print(_line(result), flush=True)
     if args.json:
         print(json.dumps({"model_bytes": nbytes, **vars(args), "results": results}, indent=1))
+    elif EXACT in args.implementations:
+        print(WHY)
     return 0
 
 
 def _line(result: Dict[str, Any]) -> str:
     percent = result["percent_of_bandwidth"]
     share = "-" if percent is None else f"{percent:.0f} %"
+    error = "-" if result["error"] is None else f"{100 * result['error']:.2f} %"
     return (
         f"{result['implementation']:12}{result['load_s']:8.1f}"
         f"{result['prompt_tokens_per_s']:14.1f}{result['decode_tokens_per_s']:14.1f}"
-        f"{result['peak_bytes'] / 1e6:9.0f}{share:>11}  {result['tokens'][:6]}"
+        f"{result['peak_bytes'] / 1e6:9.0f}{share:>11}{error:>8}  {result['tokens'][:6]}"
     )
 
 

@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Callable, Dict, List, Optional, Union
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Union, cast
 
 from . import _core
-from ._arrays import Array, array, checked, given, output_like, scratch_of, stream_of
-from .checkpoint import Checkpoint, Path
+from ._arrays import Array, Path, array, checked, given, output_like, scratch_of, stream_of
+from .checkpoint import Checkpoint
+from .options import ExpertSettings, LayerInfo, LayerOptions, SharedExperts, names, takes
 from .ranks import Communicator
 from .step import Step
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 class MoELayer:
-    """One Mixture-of-Experts layer. Several threads may call it at once; only start_move(),
-    commit_move() and rebind() change it, and none may call it meanwhile.
+    """One Mixture-of-Experts layer. Several threads may call it at once; only repack(),
+    start_move(), commit_move() and rebind() change it, and none may call it meanwhile.
 
     Made by from_checkpoint() or from_tensors(). Scratch memory is kept from call to call.
     """
 
     def __init__(self, handle: _core.Layer) -> None:
         self._handle = handle
-        self.info: Dict[str, Any] = handle.info()
+        self.info = cast(LayerInfo, handle.info())
         """num_experts, num_zero_experts, topk, hidden, intermediate, dtype, scheme, device, ..."""
         same = self.info["output_dtype"] == self.info["dtype"]
         self._output_dtype: Optional[str] = None if same else self.info["output_dtype"]
 
     @classmethod
+    @takes(LayerOptions)
     def from_checkpoint(
         cls,
         checkpoint: Union[Checkpoint, Path],
         layer: Optional[int] = None,
         *,
         experts_only: bool = False,
-        **options: Any,
+        **options: Unpack[LayerOptions],
     ) -> "MoELayer":
         """A layer of a checkpoint, packed from the file.
 
@@ -41,43 +46,7 @@ class MoELayer:
             checkpoint: an open one, or its folder or file.
             layer: its number; default: the first with experts.
             experts_only: without router and shared experts; only forward_routed() works.
-            **options: of from_tensors() too, as follows.
-
-        Keyword Args:
-            device (str): "cpu" (default) or "cuda:0".
-            dtype (str): of hidden states, "bf16" (default), "f32" or "f16".
-            output_dtype (str): dtype (default) or "f32".
-            require (str): an implementation by name, or an error.
-            plan (str): `plan_json` of another layer, exactly that or an error.
-            batch_invariant (bool): rows do not depend on their batch.
-            inplace (bool): the output may be the input.
-            monolithic (bool): the experts route by themselves.
-            tp_size (int): of the ranks that share the layer. Without a communicator each output is
-                one rank's part: add those of all ranks; shared experts are those of rank 0.
-            tp_rank (int): this rank's place among them.
-            ep_size (int): ranks that share the experts.
-            ep_rank (int): this rank's place among them.
-            dp_size (int): groups of ranks with tokens of their own.
-            sequence_parallel (bool): the ranks of a group each have a part of its tokens.
-            num_threads (int): of the CPU.
-            max_workspace_bytes (int): longer inputs run in chunks.
-            packed_weights (Path): a file of save_packed(), whose routed experts are used instead of
-                packing those given.
-            packed_read (bool): read it into memory instead of mapping it.
-            packed_verify (bool): compare the checksum of its contents, which reads all of them
-                (default).
-            communicator (Communicator): of the ranks; making the layer is then collective. Without
-                the sizes above all its ranks share the experts and have tokens of their own. Only
-                what this rank holds is read. The options below need one, but for placement.
-            max_tokens_per_rank (int): the most that any gives to a call.
-            placement (str): JSON, as linear_placement() returns it.
-            nearest_replica (bool): take that of a token's experts.
-            combine (str): "per_rank" or "per_slot".
-            combine_dtype (str): of rows per rank.
-            dispatch_dtype (str): of rows on their way to other ranks: dtype, or that of the
-                activations, "e4m3", "i8" or "e2m1". Default: as the experts read rows.
-            receive_capacity (int): the most rows that this rank takes in a call.
-            drop_rows (bool): drop those that do not fit, instead of an error.
+            **options: see LayerOptions.
 
         Raises:
             OSError: for a file at fault.
@@ -93,6 +62,7 @@ class MoELayer:
         return cls._make(options.get("communicator"), prepare)
 
     @classmethod
+    @takes(LayerOptions)
     def from_tensors(
         cls,
         w13: Array,
@@ -116,9 +86,9 @@ class MoELayer:
         latent_up: Optional[Array] = None,
         expert_map: Optional[Array] = None,
         intermediate: Optional[int] = None,
-        shared: Optional[Dict[str, Any]] = None,
-        weights: Optional[Dict[str, Any]] = None,
-        **options: Any,
+        shared: Optional[SharedExperts] = None,
+        weights: Optional[ExpertSettings] = None,
+        **options: Unpack[LayerOptions],
     ) -> "MoELayer":
         """A layer from the caller's tensors, which are not needed afterwards.
 
@@ -149,7 +119,7 @@ class MoELayer:
             shared: of shared experts, {"w13": (1, ...), "w2": ..., "gate": (1, hidden), ...}.
             weights: what belongs to w13 and w2, with the names of fused_experts():
                 {"scheme": ..., "w1_scale": ..., ...}.
-            **options: see from_checkpoint().
+            **options: see LayerOptions.
 
         Raises:
             ValueError: for tensors that do not fit each other.
@@ -180,7 +150,7 @@ class MoELayer:
             settings = {
                 **_layer_options(options),
                 **_arrays_of(given(router)),
-                **_arrays_of(checked(weights or {}, _WEIGHTS, "name in weights")),
+                **_arrays_of(checked(weights or {}, _EXPERTS, "name in weights")),
             }
             shared_experts = _arrays_of(checked(shared or {}, _SHARED, "name in shared"))
             return _core.create_layer(array(w13), array(w2), settings, shared_experts)
@@ -208,6 +178,7 @@ class MoELayer:
         max_tokens: int = 0,
         dropped_rows: Optional[Array] = None,
         fixed_sizes: bool = False,
+        expert_map: Optional[Array] = None,
     ) -> Array:
         """The layer's output, (num_tokens, hidden), of the kind of hidden_states.
 
@@ -231,19 +202,21 @@ class MoELayer:
                 ranks that they went to; see the option drop_rows.
             fixed_sizes: send max_tokens rows to each rank and count nothing, the same on all ranks;
                 a call that a CUDA graph records does so in any case.
+            expert_map: (num_experts) int32, in place of the layer's in this call; see repack().
+                Only of a layer that was made with one and without a communicator.
 
         Raises:
             ValueError: names the argument at fault.
         """
         out, *options = self._call(
-            hidden_states, out, accumulate, stream, workspace, max_tokens, dropped_rows, fixed_sizes
-        )
+            hidden_states, out, accumulate, stream, workspace, max_tokens, dropped_rows,
+            fixed_sizes, expert_load, expert_map,
+        )  # fmt: skip
         self._handle.forward(
             array(hidden_states),
             array(topk_weights),
             array(topk_ids),
             array(router_logits),
-            array(expert_load),
             *options,
         )
         return out
@@ -261,6 +234,8 @@ class MoELayer:
         max_tokens: int = 0,
         dropped_rows: Optional[Array] = None,
         fixed_sizes: bool = False,
+        expert_load: Optional[Array] = None,
+        expert_map: Optional[Array] = None,
     ) -> Array:
         """The same with the caller's routing. The other arguments are as in a call of the layer.
 
@@ -273,8 +248,9 @@ class MoELayer:
             ValueError: for other ids (on CUDA they select nothing).
         """
         out, *options = self._call(
-            hidden_states, out, accumulate, stream, workspace, max_tokens, dropped_rows, fixed_sizes
-        )
+            hidden_states, out, accumulate, stream, workspace, max_tokens, dropped_rows,
+            fixed_sizes, expert_load, expert_map,
+        )  # fmt: skip
         self._handle.forward_routed(
             array(hidden_states),
             array(topk_weights),
@@ -296,6 +272,8 @@ class MoELayer:
         max_tokens: int = 0,
         dropped_rows: Optional[Array] = None,
         fixed_sizes: bool = False,
+        expert_load: Optional[Array] = None,
+        expert_map: Optional[Array] = None,
     ) -> Step:
         """Starts a call: routes, or takes the caller's routing, and sends rows. Its compute() runs
         the experts, its finish() returns the output; between them there is time for other work.
@@ -303,8 +281,9 @@ class MoELayer:
         finish() ends the communicator. The arguments are as in a call of the layer.
         """
         out, *options = self._call(
-            hidden_states, out, accumulate, stream, workspace, max_tokens, dropped_rows, fixed_sizes
-        )
+            hidden_states, out, accumulate, stream, workspace, max_tokens, dropped_rows,
+            fixed_sizes, expert_load, expert_map,
+        )  # fmt: skip
         step = self._handle.begin(
             array(hidden_states),
             array(topk_weights),
@@ -323,6 +302,8 @@ class MoELayer:
         max_tokens: int,
         dropped_rows: Optional[Array],
         fixed_sizes: bool,
+        expert_load: Optional[Array],
+        expert_map: Optional[Array],
     ) -> List[Any]:
         """The output, a new one if `out` is None; then what the extension takes last in each call."""
         if out is None:
@@ -336,6 +317,8 @@ class MoELayer:
             max_tokens,
             array(dropped_rows),
             fixed_sizes,
+            array(expert_load),
+            array(expert_map),
         ]
 
     @property
@@ -386,13 +369,14 @@ class MoELayer:
         """
         if checkpoint is not None and lost is not None:
             raise TypeError("lost: cannot be given beside checkpoint")
-        opened = checkpoint if isinstance(checkpoint, Checkpoint) else None
-        if checkpoint is not None and opened is None:
+        if checkpoint is None or isinstance(checkpoint, Checkpoint):
+            opened = checkpoint
+        else:
             opened = Checkpoint(checkpoint)
 
         def weights_of(expert: int) -> Dict[str, Any]:
             assert lost is not None
-            return _arrays_of(checked(lost(expert), _WEIGHTS | {"w13", "w2"}, "name in lost()"))
+            return _arrays_of(checked(lost(expert), _EXPERTS | {"w13", "w2"}, "name in lost()"))
 
         self._handle.rebind(
             communicator._handle,
@@ -401,7 +385,7 @@ class MoELayer:
             layer,
             None if lost is None else weights_of,
         )
-        self.info = self._handle.info()
+        self.info = cast(LayerInfo, self._handle.info())
 
     def workspace_bytes(self, num_tokens: int, fixed_sizes: bool = False) -> int:
         """Scratch memory that a call with so many tokens needs; across ranks max_tokens."""
@@ -429,6 +413,27 @@ class MoELayer:
         """
         self._handle.save_packed(os.fspath(path))
 
+    def repack(
+        self, expert: int, w13: Array, w2: Array, weights: Optional[ExpertSettings] = None
+    ) -> None:
+        """Replaces a routed expert in place: new values in training, or another expert in a cache,
+        of which the argument `expert_map` of a call then says where it lies. No call may run
+        meanwhile.
+
+        Args:
+            expert: its place, 0 to num_local_experts - 1.
+            w13: (1, 2 * intermediate, hidden).
+            w2: (1, hidden, intermediate).
+            weights: see from_tensors().
+
+        Raises:
+            ValueError: for tensors that do not fit, and where the layer's weights lie in a mapped
+                file (option packed_read).
+            NotImplementedError: where the implementation cannot.
+        """
+        settings = _arrays_of(checked(weights or {}, _EXPERTS, "name in weights"))
+        self._handle.repack(expert, array(w13), array(w2), settings)
+
     @property
     def plan_json(self) -> str:
         """The same as JSON that the option `plan` takes."""
@@ -446,21 +451,10 @@ class MoELayer:
         return self  # weights of a layer are shared, not copied
 
 
-_OPTIONS = frozenset(
-    "device dtype output_dtype require plan batch_invariant inplace monolithic tp_size dp_size "
-    "ep_size ep_rank num_threads max_workspace_bytes tp_rank sequence_parallel communicator "
-    "placement max_tokens_per_rank receive_capacity nearest_replica combine combine_dtype "
-    "drop_rows dispatch_dtype packed_weights packed_read packed_verify".split()
-)
-_WEIGHTS = frozenset(
-    "scheme activation alpha beta limit situ_beta situ_linear_beta gate_up_layout transposed "
-    "scale_layout w1_scale w1_zp w1_global_scale a1_scale w1_bias w2_scale w2_zp w2_global_scale "
-    "a2_scale w2_bias".split()
-)
-_SHARED = _WEIGHTS | {"w13", "w2", "gate"}
+_OPTIONS, _EXPERTS, _SHARED = names(LayerOptions), names(ExpertSettings), names(SharedExperts)
 
 
-def _layer_options(options: Dict[str, Any]) -> Dict[str, Any]:
+def _layer_options(options: LayerOptions) -> Dict[str, Any]:
     known = dict(checked(options, _OPTIONS, "option"))
     if known.get("packed_weights") is not None:
         known["packed_weights"] = os.fspath(known["packed_weights"])
@@ -473,7 +467,7 @@ def _layer_options(options: Dict[str, Any]) -> Dict[str, Any]:
     return known
 
 
-def _arrays_of(settings: Dict[str, Any]) -> Dict[str, Any]:
+def _arrays_of(settings: Mapping[str, Any]) -> Dict[str, Any]:
     plain = (str, int, float, bool)
     return {
         key: value if isinstance(value, plain) else array(value)

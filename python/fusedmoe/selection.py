@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, List, Optional, Union
+from typing import TYPE_CHECKING, List, Optional, Union
 
 from . import _core
-from ._arrays import checked
-from .checkpoint import Checkpoint, Path
+from ._arrays import Path, checked
+from .checkpoint import Checkpoint
+from .options import DeviceConfig, ExplainConfig, names, takes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,11 @@ class Selection:
         return self._handle.table()
 
 
+@takes(ExplainConfig)
 def explain(
-    checkpoint: Union[Checkpoint, Path, None] = None, layer: Optional[int] = None, **config: Any
+    checkpoint: Union[Checkpoint, Path, None] = None,
+    layer: Optional[int] = None,
+    **config: Unpack[ExplainConfig],
 ) -> Selection:
     """What would run a layer of the checkpoint, or of the configuration. Needs no GPU.
 
@@ -77,15 +84,7 @@ def explain(
     if checkpoint is None:
         if layer is not None:
             raise ValueError("layer cannot be used without a checkpoint")
-        return Selection(_core.explain(checked(config, _CONFIG, "setting")))
+        return Selection(_core.explain(checked(config, names(ExplainConfig), "setting")))
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    settings = checked(config, _WITH_CHECKPOINT, "setting with a checkpoint")
+    settings = checked(config, names(DeviceConfig), "setting with a checkpoint")
     return Selection(_core.explain_checkpoint(opened._handle, layer, settings))
-
-
-_WITH_CHECKPOINT = frozenset("dtype device compute_capability require".split())
-_CONFIG = _WITH_CHECKPOINT | frozenset(
-    "num_experts num_local_experts topk hidden intermediate scheme activation alpha beta limit "
-    "situ_beta situ_linear_beta has_bias has_expert_map apply_router_weight_on_input "
-    "batch_invariant monolithic".split()
-)

@@ -187,6 +187,14 @@ ExpertWeights experts_of(nb::handle w13, nb::handle w2, const nb::dict& settings
   return ExpertWeights::from_stacked(stacked, scheme, activation, params);
 }
 
+void repack(PyLayer& layer, std::int64_t expert, nb::handle w13, nb::handle w2,
+            const nb::dict& settings) {
+  Kept kept;
+  const ExpertWeights weights = experts_of(w13, w2, settings, kept);
+  const WithoutGil no_gil;
+  layer.layer.repack(weights, expert);
+}
+
 /// `shared`: settings of the shared experts with their w13 and w2, or empty.
 PreparedLayer create(nb::handle w13, nb::handle w2, const nb::dict& settings,
                      const nb::dict& shared) {
@@ -243,7 +251,7 @@ struct Call {
 
   Call(const PyLayer& layer, nb::handle x, nb::handle out, bool accumulate,
        std::optional<std::uintptr_t> stream, std::int64_t max_tokens, nb::handle dropped_rows,
-       bool fixed_sizes)
+       bool fixed_sizes, nb::handle expert_load, nb::handle expert_map)
       : hidden_states(view_of(x, "hidden_states", kept)), output(output_view_of(out, "out", kept)) {
     if (!hidden_states || hidden_states.rank() != 2) {
       throw Error("hidden_states", to_string(hidden_states.shape()), "(num_tokens, hidden)",
@@ -256,18 +264,21 @@ struct Call {
     options.accumulate = accumulate;
     options.stream = stream_of(stream, layer.layer.config().device);
     options.dropped_rows = output_view_of(dropped_rows, "dropped_rows", kept);
+    options.expert_load = output_view_of(expert_load, "expert_load", kept);
+    options.expert_map = view_of(expert_map, "expert_map", kept);
   }
 };
 
 void forward(PyLayer& layer, nb::handle x, nb::handle topk_weights, nb::handle topk_ids,
-             nb::handle router_logits, nb::handle expert_load, nb::handle out, bool accumulate,
+             nb::handle router_logits, nb::handle out, bool accumulate,
              std::optional<std::uintptr_t> stream, nb::handle scratch, std::int64_t max_tokens,
-             nb::handle dropped_rows, bool fixed_sizes) {
-  Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows, fixed_sizes);
+             nb::handle dropped_rows, bool fixed_sizes, nb::handle expert_load,
+             nb::handle expert_map) {
+  Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows, fixed_sizes, expert_load,
+            expert_map);
   call.options.topk_weights = output_view_of(topk_weights, "topk_weights", call.kept);
   call.options.topk_ids = output_view_of(topk_ids, "topk_ids", call.kept);
   call.options.router_logits = output_view_of(router_logits, "router_logits", call.kept);
-  call.options.expert_load = output_view_of(expert_load, "expert_load", call.kept);
   const WithoutGil no_gil;
   const auto lease = layer.lend(call.num_tokens, call.options, scratch, call.kept);
   layer.layer.forward(call.hidden_states, call.output, lease.workspace, call.options);
@@ -276,8 +287,9 @@ void forward(PyLayer& layer, nb::handle x, nb::handle topk_weights, nb::handle t
 void forward_routed(PyLayer& layer, nb::handle x, nb::handle topk_weights, nb::handle topk_ids,
                     nb::handle out, bool accumulate, std::optional<std::uintptr_t> stream,
                     nb::handle scratch, std::int64_t max_tokens, nb::handle dropped_rows,
-                    bool fixed_sizes) {
-  Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows, fixed_sizes);
+                    bool fixed_sizes, nb::handle expert_load, nb::handle expert_map) {
+  Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows, fixed_sizes, expert_load,
+            expert_map);
   const Routing routing{view_of(topk_ids, "topk_ids", call.kept),
                         view_of(topk_weights, "topk_weights", call.kept)};
   const WithoutGil no_gil;
@@ -310,8 +322,10 @@ class PyStep {
 std::unique_ptr<PyStep> begin(PyLayer& layer, nb::handle x, nb::handle topk_weights,
                               nb::handle topk_ids, nb::handle out, bool accumulate,
                               std::optional<std::uintptr_t> stream, nb::handle scratch,
-                              std::int64_t max_tokens, nb::handle dropped_rows, bool fixed_sizes) {
-  Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows, fixed_sizes);
+                              std::int64_t max_tokens, nb::handle dropped_rows, bool fixed_sizes,
+                              nb::handle expert_load, nb::handle expert_map) {
+  Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows, fixed_sizes, expert_load,
+            expert_map);
   const Routing routing{view_of(topk_ids, "topk_ids", call.kept),
                         view_of(topk_weights, "topk_weights", call.kept)};
   const WithoutGil no_gil;
@@ -330,7 +344,8 @@ template <typename... Own>
 void bind_call(nb::class_<PyLayer>& layer, const char* name, auto function, const Own&... own) {
   layer.def(name, function, nb::arg("x").none(), own..., nb::arg("out").none(),
             nb::arg("accumulate"), nb::arg("stream").none(), nb::arg("scratch").none(),
-            nb::arg("max_tokens"), nb::arg("dropped_rows").none(), nb::arg("fixed_sizes"));
+            nb::arg("max_tokens"), nb::arg("dropped_rows").none(), nb::arg("fixed_sizes"),
+            nb::arg("expert_load").none(), nb::arg("expert_map").none());
 }
 
 void bind_layer(nb::module_& module) {
@@ -339,11 +354,12 @@ void bind_layer(nb::module_& module) {
       .def("finish", &PyStep::finish);
   nb::class_<PyLayer> layer(module, "Layer");
   const auto weights = nb::arg("topk_weights").none(), ids = nb::arg("topk_ids").none();
-  bind_call(layer, "forward", &forward, weights, ids, nb::arg("router_logits").none(),
-            nb::arg("expert_load").none());
+  bind_call(layer, "forward", &forward, weights, ids, nb::arg("router_logits").none());
   bind_call(layer, "forward_routed", &forward_routed, weights, ids);
   bind_call(layer, "begin", &begin, weights, ids, nb::keep_alive<0, 1>());
   layer
+      .def("repack", &repack, nb::arg("expert"), nb::arg("w13").none(), nb::arg("w2").none(),
+           nb::arg("settings"))
       .def("workspace_bytes",
            [](const PyLayer& self, std::int64_t num_tokens, bool fixed_sizes) {
              return self.layer.workspace_bytes(num_tokens, fixed_sizes);

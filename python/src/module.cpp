@@ -7,8 +7,10 @@
 #include <new>
 
 #include "fusedmoe/error.h"
+#include "fusedmoe/log.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/version.h"
+#include "gil.h"
 
 namespace fusedmoe::python {
 namespace {
@@ -27,6 +29,7 @@ PyObject* exception_of(ErrorKind kind) {
       return PyExc_OSError;
     case ErrorKind::kDevice:
     case ErrorKind::kCommunication:
+    case ErrorKind::kCancelled:
     case ErrorKind::kInternal:
       break;
   }
@@ -41,6 +44,17 @@ void raise(const Error& error) {
   exception.attr("fault") = std::string(name(error.fault()));
   exception.attr("reason") = std::string(code(error.reason()));
   PyErr_SetObject(type, exception.ptr());
+}
+
+/// Calls log(level, message) of Python, as long as the program lives.
+void set_log(const nb::object& log) {
+  const auto* const function = new nb::object(log);  // threads may outlive the interpreter
+  const auto hook = [function](LogLevel level, std::string_view message) {
+    const WithGil gil;
+    (*function)(static_cast<int>(level), std::string(message));
+  };
+  const WithoutGil no_gil;
+  set_log_hook(hook);
 }
 
 void translate_errors() {
@@ -68,6 +82,7 @@ NB_MODULE(_core, module) {
   bind_openmp(module);
   bind_quantize_checkpoint(module);
   module.attr("version") = fusedmoe::version();
+  module.def("set_log", &set_log, nanobind::arg("log"));
   module.def(
       "cpu_isa", [] { return std::string(fusedmoe::cpu_isa()); },
       "Instruction set of the CPU kernels: \"avx512_bf16\", ...");

@@ -272,14 +272,18 @@ Workspace scratch_from(nb::handle function, std::size_t bytes, Device device, Ke
 void bind_tensors(nb::module_& module) {
   nb::class_<Tensor>(module, "Tensor",
                      "Memory with an element type and a shape. Goes to other packages by DLPack.")
-      .def("__dlpack__", &dlpack_of)
-      .def("__dlpack_device__",
-           [](const Tensor& tensor) {
-             return nb::make_tuple(tensor.device().is_cpu() ? kDlCpu : kDlCuda,
-                                   tensor.device().index);
-           })
-      .def_prop_ro("shape",
-                   [](const Tensor& tensor) { return nb::tuple(nb::cast(shape_of(tensor))); })
+      .def("__dlpack__", &dlpack_of,
+           nb::sig("def __dlpack__(self, **kwargs: typing.Any) -> typing_extensions.CapsuleType"))
+      .def(
+          "__dlpack_device__",
+          [](const Tensor& tensor) {
+            return nb::make_tuple(tensor.device().is_cpu() ? kDlCpu : kDlCuda,
+                                  tensor.device().index);
+          },
+          nb::sig("def __dlpack_device__(self) -> tuple[int, int]"))
+      .def_prop_ro(
+          "shape", [](const Tensor& tensor) { return nb::tuple(nb::cast(shape_of(tensor))); },
+          nb::sig("def shape(self) -> tuple[int, ...]"))
       .def_prop_ro("dtype", [](const Tensor& tensor) { return std::string(name(tensor.dtype())); })
       .def_prop_ro("device", [](const Tensor& tensor) { return to_string(tensor.device()); })
       .def_prop_ro("nbytes", [](const Tensor& tensor) { return tensor.nbytes(); })

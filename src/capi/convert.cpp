@@ -101,12 +101,17 @@ std::string to_text(const char* text) {
   return text ? text : "";
 }
 
-std::optional<Stream> to_stream(void* stream, Device device) {
-  if (!stream) return std::nullopt;
-  if (device.is_cpu()) {
+std::optional<Stream> to_stream(void* stream, Executor* executor, Device device) {
+  if (stream && device.is_cpu()) {
     throw Error::invalid("stream", "stream is of CUDA: on the cpu it is NULL", Fault::kDevice);
   }
-  return Stream{device, stream};
+  if (executor && !device.is_cpu()) {
+    throw Error::invalid("args.executor",
+                         "args.executor is of the cpu: on " + to_string(device) + " it is NULL",
+                         Fault::kDevice);
+  }
+  if (executor) return cpu_stream(*executor);
+  return stream ? std::optional(Stream{device, stream}) : std::nullopt;
 }
 
 std::int32_t check_enum(std::int32_t value, std::int32_t count, const std::string& name) {

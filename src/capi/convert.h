@@ -8,6 +8,7 @@
 
 #include "capi/status.h"
 #include "fusedmoe/layer.h"
+#include "fusedmoe/runtime.h"
 
 namespace fusedmoe::capi {
 
@@ -27,8 +28,8 @@ fusedmoe_tensor from_view(const TensorView& view);
 
 /// NULL is an empty text.
 std::string to_text(const char* text);
-/// A stream of the device; NULL is the default one, and on the CPU the only one.
-std::optional<Stream> to_stream(void* stream, Device device);
+/// A stream of the device: of CUDA, or on the CPU of an executor; none where both are null.
+std::optional<Stream> to_stream(void* stream, Executor* executor, Device device);
 
 RouterConfig to_router(const fusedmoe_router_config* config, const char* name);
 

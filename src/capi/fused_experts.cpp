@@ -1,4 +1,5 @@
 // The experts alone, and the router alone.
+#include "capi/callbacks.h"
 #include "capi/convert.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/router.h"
@@ -44,7 +45,10 @@ fusedmoe_status fusedmoe_fused_experts(const fusedmoe_fused_experts_args* args,
     call.apply_router_weight_on_input = a.apply_router_weight_on_input != 0;
     call.global_num_experts = a.global_num_experts;
     call.expert_map = to_view(a.expert_map, "expert_map");
-    call.stream = fusedmoe::capi::to_stream(a.stream, call.hidden_states.device());
+    std::optional<fusedmoe::capi::CallerExecutor> executor;
+    if (a.executor) executor.emplace(a.executor, "args.executor");
+    call.stream = fusedmoe::capi::to_stream(a.stream, executor ? &*executor : nullptr,
+                                            call.hidden_states.device());
     call.require = fusedmoe::capi::to_text(a.require);
     fusedmoe::fused_experts(call, cache->cache);
   });

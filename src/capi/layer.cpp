@@ -8,33 +8,13 @@
 #include <string>
 #include <utility>
 
+#include "capi/callbacks.h"
 #include "capi/checkpoint.h"
 #include "capi/communicator.h"
 #include "capi/convert.h"
 
 namespace fusedmoe::capi {
 namespace {
-
-/// The caller's threads.
-class CallerExecutor final : public Executor {
- public:
-  explicit CallerExecutor(const fusedmoe_executor& executor) : executor_(executor) {
-    if (!executor.run) throw Error("options.executor.run", "NULL", "a function", Fault::kNull);
-    if (executor.concurrency < 1) {
-      throw Error("options.executor.concurrency", std::to_string(executor.concurrency),
-                  "at least 1");
-    }
-  }
-  int concurrency() const override { return executor_.concurrency; }
-  void run(int num_tasks, Task task) override {
-    executor_.run(
-        executor_.context, num_tasks,
-        [](void* data, std::int32_t index) { (*static_cast<const Task*>(data))(index); }, &task);
-  }
-
- private:
-  fusedmoe_executor executor_;
-};
 
 RankOptions to_rank_options(const fusedmoe_layer_options& o) {
   RankOptions ranks;
@@ -67,6 +47,7 @@ LayerOptions to_options(const fusedmoe_layer_options& o, Executor* executor) {
   options.plan = to_text(o.plan);
   options.batch_invariant = o.batch_invariant != 0;
   options.inplace = o.inplace != 0;
+  options.hooks = o.hooks != 0;
   options.monolithic = o.monolithic != 0;
   const auto size_of = [](std::int32_t size) { return size == 0 ? 1 : size; };
   options.parallel = {size_of(o.tp_size), size_of(o.dp_size), size_of(o.ep_size),
@@ -153,7 +134,7 @@ fusedmoe_status make_layer(const fusedmoe_layer_options* options, fusedmoe_layer
     const auto prepare = [&] {
       given(layer, "layer");
       if (o.executor) {
-        executor = std::make_unique<CallerExecutor>(read_struct(o.executor, "options.executor"));
+        executor = std::make_unique<CallerExecutor>(o.executor, "options.executor");
       }
       made = to_options(o, executor.get());
       weights = load(made);
@@ -206,54 +187,53 @@ ExpertSource to_source(const fusedmoe_lost_experts* lost) {
   };
 }
 
-/// The members that both kinds of forward have.
+}  // namespace
+
+/// What a forward is given. The options refer to the callbacks, so it stays where it is made.
 struct Call {
-  TensorView hidden_states, output, topk_ids, topk_weights;
+  const MoeLayer& layer;
+  TensorView hidden_states, output;
+  Routing routing;  // of the caller, where it is `routed`
   Workspace workspace;
   ForwardOptions options;
+  ExpertsHooks hooks;
+  std::optional<CallerExecutor> executor;
+
+  Call(const fusedmoe_layer* of, const fusedmoe_forward_args* args, bool routed)
+      : layer(given(of, "layer").layer) {
+    const fusedmoe_forward_args a = read_given_struct(args, "args");
+    hidden_states = to_view(a.hidden_states, "hidden_states");
+    output = to_view(a.output, "output");
+    workspace = {a.workspace, a.workspace_bytes};
+    TensorView& ids = routed ? routing.topk_ids : options.topk_ids;
+    TensorView& weights = routed ? routing.topk_weights : options.topk_weights;
+    ids = to_view(a.topk_ids, "topk_ids");
+    weights = to_view(a.topk_weights, "topk_weights");
+    options.router_logits = to_view(a.router_logits, "router_logits");
+    options.expert_load = to_view(a.expert_load, "expert_load");
+    options.dropped_rows = to_view(a.dropped_rows, "dropped_rows");
+    options.expert_map = to_view(a.expert_map, "expert_map");
+    options.accumulate = a.accumulate != 0;
+    options.max_tokens = a.max_tokens;
+    options.fixed_sizes = a.fixed_sizes != 0;
+    hooks = to_hooks(a.hooks, "args.hooks");
+    if (a.hooks) options.hooks = &hooks;
+    if (a.executor) executor.emplace(a.executor, "args.executor");
+    options.stream = to_stream(a.stream, executor ? &*executor : nullptr, layer.config().device);
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  void forward() const { layer.forward(hidden_states, output, workspace, options); }
+  void forward_routed() const {
+    layer.forward_routed(hidden_states, routing, output, workspace, options);
+  }
+  MoeLayer::Step begin(bool routed) const {
+    return routed ? layer.begin_routed(hidden_states, routing, output, workspace, options)
+                  : layer.begin(hidden_states, output, workspace, options);
+  }
 };
 
-Call to_call(const MoeLayer& layer, const fusedmoe_forward_args* args) {
-  const fusedmoe_forward_args a = read_given_struct(args, "args");
-  Call call;
-  call.hidden_states = to_view(a.hidden_states, "hidden_states");
-  call.output = to_view(a.output, "output");
-  call.topk_ids = to_view(a.topk_ids, "topk_ids");
-  call.topk_weights = to_view(a.topk_weights, "topk_weights");
-  call.workspace = {a.workspace, a.workspace_bytes};
-  call.options.router_logits = to_view(a.router_logits, "router_logits");
-  call.options.expert_load = to_view(a.expert_load, "expert_load");
-  call.options.dropped_rows = to_view(a.dropped_rows, "dropped_rows");
-  call.options.accumulate = a.accumulate != 0;
-  call.options.max_tokens = a.max_tokens;
-  call.options.fixed_sizes = a.fixed_sizes != 0;
-  call.options.stream = to_stream(a.stream, layer.config().device);
-  return call;
-}
-
-/// run(layer, call) with results of the router, or with the caller's routing.
-template <typename Run>
-fusedmoe_status run_routing(const fusedmoe_layer* layer, const fusedmoe_forward_args* args,
-                            Run&& run) {
-  return guarded([&] {
-    const MoeLayer& made = given(layer, "layer").layer;
-    Call call = to_call(made, args);
-    call.options.topk_ids = call.topk_ids;
-    call.options.topk_weights = call.topk_weights;
-    run(made, call);
-  });
-}
-template <typename Run>
-fusedmoe_status run_routed(const fusedmoe_layer* layer, const fusedmoe_forward_args* args,
-                           Run&& run) {
-  return guarded([&] {
-    const MoeLayer& made = given(layer, "layer").layer;
-    const Call call = to_call(made, args);
-    run(made, call, Routing{call.topk_ids, call.topk_weights});
-  });
-}
-
-}  // namespace
 }  // namespace fusedmoe::capi
 
 using fusedmoe::capi::given;
@@ -332,43 +312,47 @@ fusedmoe_status fusedmoe_layer_fixed_workspace_bytes(const fusedmoe_layer* layer
   });
 }
 
+fusedmoe_status fusedmoe_layer_repack(fusedmoe_layer* layer, const fusedmoe_expert_weights* weights,
+                                      int64_t expert) {
+  return guarded([&] {
+    fusedmoe::MoeLayer& made = given(layer, "layer").layer;
+    made.repack(fusedmoe::capi::to_experts(weights, "weights").weights(), expert);
+  });
+}
+
 struct fusedmoe_step {
+  fusedmoe_step(const fusedmoe_layer* layer, const fusedmoe_forward_args* args, bool routed)
+      : call(layer, args, routed), step(call.begin(routed)) {}
+
+  fusedmoe::capi::Call call;  // which the step refers to
   fusedmoe::MoeLayer::Step step;
 };
 
 fusedmoe_status fusedmoe_layer_forward(const fusedmoe_layer* layer,
                                        const fusedmoe_forward_args* args) {
-  return fusedmoe::capi::run_routing(layer, args, [](const auto& made, const auto& call) {
-    made.forward(call.hidden_states, call.output, call.workspace, call.options);
-  });
+  return guarded([&] { fusedmoe::capi::Call(layer, args, false).forward(); });
 }
 
 fusedmoe_status fusedmoe_layer_forward_routed(const fusedmoe_layer* layer,
                                               const fusedmoe_forward_args* args) {
-  return fusedmoe::capi::run_routed(
-      layer, args, [](const auto& made, const auto& call, const auto& routing) {
-        made.forward_routed(call.hidden_states, routing, call.output, call.workspace, call.options);
-      });
+  return guarded([&] { fusedmoe::capi::Call(layer, args, true).forward_routed(); });
 }
 
 fusedmoe_status fusedmoe_layer_begin(const fusedmoe_layer* layer, const fusedmoe_forward_args* args,
                                      fusedmoe_step** step) {
-  return fusedmoe::capi::run_routing(layer, args, [&](const auto& made, const auto& call) {
+  return guarded([&] {
     given(step, "step");
-    *step = new fusedmoe_step{
-        made.begin(call.hidden_states, call.output, call.workspace, call.options)};
+    *step = new fusedmoe_step(layer, args, false);
   });
 }
 
 fusedmoe_status fusedmoe_layer_begin_routed(const fusedmoe_layer* layer,
                                             const fusedmoe_forward_args* args,
                                             fusedmoe_step** step) {
-  return fusedmoe::capi::run_routed(
-      layer, args, [&](const auto& made, const auto& call, const auto& routing) {
-        given(step, "step");
-        *step = new fusedmoe_step{made.begin_routed(call.hidden_states, routing, call.output,
-                                                    call.workspace, call.options)};
-      });
+  return guarded([&] {
+    given(step, "step");
+    *step = new fusedmoe_step(layer, args, true);
+  });
 }
 
 fusedmoe_status fusedmoe_step_compute(fusedmoe_step* step) {

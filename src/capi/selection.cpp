@@ -41,6 +41,7 @@ MoeConfig to_config(const fusedmoe_moe_config& c) {
   config.apply_router_weight_on_input = c.apply_router_weight_on_input != 0;
   config.batch_invariant = c.batch_invariant != 0;
   config.monolithic = c.monolithic != 0;
+  config.hooks = c.hooks != 0;
   config.device = to_device_id(c.device_type, c.device_index, "config.device");
   if (c.compute_capability) config.compute_capability = c.compute_capability;
   return config;

@@ -24,8 +24,9 @@ std::string_view text(const std::array<std::string_view, kCount>& texts, Enum va
 
 std::string_view name(ErrorKind kind) {
   if (kind == ErrorKind::kInternal) return "internal";
-  constexpr std::array<std::string_view, 6> kTexts{
-      "invalid argument", "unsupported", "out of memory", "i/o", "device", "communication"};
+  constexpr std::array<std::string_view, 7> kTexts{
+      "invalid argument", "unsupported",   "out of memory", "i/o",
+      "device",           "communication", "cancelled"};
   return text(kTexts, kind, 1);
 }
 
@@ -131,6 +132,10 @@ Error Error::device(int code, const std::string& message) {
 
 Error Error::communication(const std::string& message) {
   return Error(ErrorKind::kCommunication, {}, message);
+}
+
+Error Error::cancelled(std::string callback, const std::string& message) {
+  return Error(ErrorKind::kCancelled, std::move(callback), message);
 }
 
 Error Error::internal(const std::string& message) {

@@ -89,6 +89,21 @@ Stream cpu_stream(Executor& executor) {
   return {Device{}, &executor};
 }
 
+void core::Completing::run(int num_tasks, Task task) {
+  std::atomic<int> next{0};
+  const auto one = [&](int) {
+    const int index = next.fetch_add(1);
+    if (index < num_tasks) task(index);
+    return index < num_tasks;
+  };
+  try {
+    executor_.run(num_tasks, Task([&](int index) { one(index); }));
+  } catch (...) {
+    while (one(0)) {
+    }
+  }
+}
+
 Executor& core::executor_of(Stream stream) {
   return stream.handle ? *static_cast<Executor*>(stream.handle) : default_executor();
 }

@@ -18,6 +18,18 @@ Executor& executor_of(Stream stream);
 /// Throws Error unless it is a number of threads, or 0 for the default.
 void check_num_threads(int num_threads);
 
+/// An executor for the steps that write a forward's output, which must not be left half written:
+/// what run() of the other one leaves, because it throws, the calling thread does.
+class Completing final : public Executor {
+ public:
+  explicit Completing(Executor& executor) : executor_(executor) {}
+  int concurrency() const override { return executor_.concurrency(); }
+  void run(int num_tasks, Task task) override;
+
+ private:
+  Executor& executor_;
+};
+
 /// Calls function(task) for every task in [0, num_tasks). If some throw, one of the exceptions is
 /// thrown again when all have ended. A single task runs on the calling thread.
 template <typename Function>

@@ -42,7 +42,8 @@ class CpuBackend final : public core::HostBackend {
       kernels().sum(job);
     };
     const bool worthwhile = num_tokens * rows * columns >= (1 << 15);
-    core::parallel_for(core::executor_of(args.stream), num_tokens, worthwhile, sum);
+    core::Completing executor(core::executor_of(args.stream));
+    core::parallel_for(executor, num_tokens, worthwhile, sum);
   }
 };
 

@@ -317,8 +317,9 @@ void Forward::run() {
   multiply(false);
   if (mode_.unfused) unfused_output();
   const std::int64_t blocks = core::ceil_div(problem_.hidden, kReduceColumns);
+  core::Completing executor(executor_);
   for_rows(
-      x_rows_ * blocks, x_rows_ * problem_.topk * problem_.hidden,
+      executor, x_rows_ * blocks, x_rows_ * problem_.topk * problem_.hidden,
       [&](std::int64_t i, const TaskScratch&) { reduce(i / blocks, i % blocks * kReduceColumns); });
 }
 

@@ -30,9 +30,14 @@ class Forward {
   /// worth waking them; a unit of it is the conversion of one element.
   template <typename Function>
   void for_rows(std::int64_t rows, std::int64_t work, const Function& function) const {
+    for_rows(executor_, rows, work, function);
+  }
+  template <typename Function>
+  void for_rows(Executor& executor, std::int64_t rows, std::int64_t work,
+                const Function& function) const {
     constexpr std::int64_t kWorthwhile = 16384;  // a few microseconds of one thread
     const int num_tasks = work >= kWorthwhile ? num_threads_ : 1;
-    core::run_tasks(executor_, num_tasks, [&](int task) {
+    core::run_tasks(executor, num_tasks, [&](int task) {
       const TaskScratch scratch(layout_, problem_, task);
       const std::int64_t end = rows * (task + 1) / num_tasks;
       for (std::int64_t row = rows * task / num_tasks; row < end; ++row) function(row, scratch);

@@ -44,6 +44,12 @@ class CudaBackend final : public core::Backend {
     cuda::route(config, logits, correction_bias, out, expert_load, stream);
   }
 
+  void count_choices(const TensorView& topk_ids, const TensorView& expert_load,
+                     Stream stream) const override {
+    const CurrentDevice current(stream.device);
+    cuda::count_choices(topk_ids, expert_load, stream);
+  }
+
   void route_shared(const Routing& out, bool gated, Stream stream) const override {
     const CurrentDevice current(stream.device);
     cuda::route_shared(out, gated, stream);

@@ -66,7 +66,8 @@ void reduce_rows(const ReduceArgs& args, const RowOf& row_of) {
   // The accumulators of one column block stay in registers and L1.
   constexpr std::int64_t kBlock = 256;
   const bool worthwhile = num_tokens * topk * hidden >= kParallelElements;
-  parallel_for(executor_of(args.stream), num_tokens, worthwhile, [&](std::int64_t token) {
+  Completing executor(executor_of(args.stream));
+  parallel_for(executor, num_tokens, worthwhile, [&](std::int64_t token) {
     std::array<float, kBlock> accumulators;
     for (std::int64_t begin = 0; begin < hidden; begin += kBlock) {
       const std::int64_t width = std::min(kBlock, hidden - begin);
@@ -91,10 +92,14 @@ void HostBackend::route(const RouterConfig& config, const TensorView& logits,
                         const TensorView& correction_bias, const Routing& out,
                         const TensorView& expert_load, Stream stream) const {
   core::route(executor_of(stream), config, logits, correction_bias, out);
-  if (!expert_load) return;
-  const auto* ids = out.topk_ids.as<const std::int32_t>();
+  if (expert_load) count_choices(out.topk_ids, expert_load, stream);
+}
+
+void HostBackend::count_choices(const TensorView& topk_ids, const TensorView& expert_load,
+                                Stream) const {
+  const auto* ids = topk_ids.as<const std::int32_t>();
   auto* load = expert_load.as<std::int32_t>();
-  for (std::int64_t slot = 0; slot < out.topk_ids.numel(); ++slot) {
+  for (std::int64_t slot = 0; slot < topk_ids.numel(); ++slot) {
     if (ids[slot] >= 0) ++load[ids[slot]];
   }
 }
@@ -210,8 +215,8 @@ void HostBackend::add(const AddArgs& args) const {
         to[i] = To::store(args.accumulate ? To::load(to[i]) + addend : addend);
       }
     };
-    parallel_for(executor_of(args.stream), target.size(0), target.numel() >= kParallelElements,
-                 add_row);
+    Completing executor(executor_of(args.stream));
+    parallel_for(executor, target.size(0), target.numel() >= kParallelElements, add_row);
   };
   dispatch_element(target.dtype(), [&](auto to) {
     dispatch_element(source.dtype(), [&](auto from) { add_rows(to, from); });

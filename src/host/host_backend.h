@@ -11,6 +11,8 @@ class HostBackend : public Backend {
   void route(const RouterConfig& config, const TensorView& logits,
              const TensorView& correction_bias, const Routing& out, const TensorView& expert_load,
              Stream) const override;
+  void count_choices(const TensorView& topk_ids, const TensorView& expert_load,
+                     Stream) const override;
   void route_shared(const Routing& out, bool gated, Stream) const override;
   void split_zero_experts(const ZeroExpertsSplit& split, Stream) const override;
   void weight_rows(const TensorView& x, const TensorView& topk_weights, const TensorView& weighted,

@@ -136,11 +136,25 @@ void MoeLayer::Impl::check_results(const Call& call, Workspace workspace) const 
                                         {"output", &call.output},
                                         {"topk_ids", &call.routing.topk_ids},
                                         {"topk_weights", &call.routing.topk_weights},
+                                        {"options.expert_map", &options.expert_map},
                                         {"workspace", &block}});
     for (const auto& other : results) {
       if (&other != &result) layer::check_disjoint(result.view, {other.view});
     }
   }
+}
+
+void MoeLayer::Impl::check_map(const TensorView& given) const {
+  if (communicator) {
+    throw Error::conflict("options.expert_map", "a communicator",
+                          "the placement says where experts lie");
+  }
+  if (!expert_map) {
+    throw Error::invalid("options.expert_map",
+                         "options.expert_map is given to a layer that was made without "
+                         "LayerWeights::expert_map");
+  }
+  core::check_buffer(given, "options.expert_map", DType::kI32, {router.num_experts}, config.device);
 }
 
 MoeLayer::Impl::Sizes MoeLayer::Impl::check(const Call& call, Workspace workspace) const {
@@ -165,18 +179,22 @@ MoeLayer::Impl::Sizes MoeLayer::Impl::check(const Call& call, Workspace workspac
     core::check_buffer(call.routing.topk_ids, "topk_ids", DType::kI32, choice, device);
     core::check_buffer(call.routing.topk_weights, "topk_weights", DType::kF32, choice, device);
   }
+  if (options.expert_map) check_map(options.expert_map);
   const NamedView in{"hidden_states", &call.hidden_states}, out{"output", &call.output};
+  const NamedView map{"options.expert_map", &options.expert_map};
   const NamedView ids{"topk_ids", &call.routing.topk_ids};
   const NamedView weights{"topk_weights", &call.routing.topk_weights};
   layer::check_output(call.output, call.hidden_states, inplace);
-  layer::check_disjoint(out, {ids, weights});
+  layer::check_disjoint(out, {ids, weights, map});
   const bool fixed_sizes = layer::has_fixed_sizes(kernel, options.fixed_sizes, call.stream);
   const Sizes needed = sizes(kernel_of(call), std::min(num_tokens, chunk),
                              std::min(call.max_tokens, chunk), fixed_sizes);
-  layer::check_workspace(workspace, needed.bytes, {in, out, ids, weights});
+  layer::check_workspace(workspace, needed.bytes, {in, out, ids, weights, map});
   check_results(call, workspace);
-  if (routed && device.is_cpu()) {
-    layer::check_ids(call.routing.topk_ids, router.num_choices(), config, expert_map);
+  if (!device.is_cpu()) return needed;
+  if (options.expert_map) layer::check_expert_map(call.expert_map, config.num_local_experts);
+  if (routed) {
+    layer::check_ids(call.routing.topk_ids, router.num_choices(), config, call.expert_map);
   }
   return needed;
 }
@@ -259,9 +277,8 @@ MoeLayer::Impl::Call MoeLayer::Impl::call(const TensorView& hidden_states, const
   }
   if (routing) {
     FUSEDMOE_CHECK_FAULT(routing->topk_ids, kNull, "topk_ids", "undefined", "given");
-    if (options.router_logits || options.expert_load) {
-      throw Error::conflict(options.router_logits ? "options.router_logits" : "options.expert_load",
-                            "forward_routed()", "the router does not run");
+    if (options.router_logits) {
+      throw Error::conflict("options.router_logits", "forward_routed()", "the router does not run");
     }
   }
   std::int64_t max_tokens = 0;
@@ -273,7 +290,8 @@ MoeLayer::Impl::Call MoeLayer::Impl::call(const TensorView& hidden_states, const
           routing ? *routing : Routing{},
           options,
           options.stream.value_or(stream),
-          max_tokens};
+          max_tokens,
+          options.expert_map ? options.expert_map : TensorView(expert_map)};
 }
 
 MoeLayer::~MoeLayer() = default;
@@ -303,6 +321,11 @@ const RouterConfig& MoeLayer::router() const {
 }
 void MoeLayer::save_packed(const std::filesystem::path& path) const {
   fusedmoe::save_packed(impl().kernel.experts(), *impl().packed, path);
+}
+
+void MoeLayer::repack(const ExpertWeights& weights, std::int64_t expert) {
+  impl().check_between_forwards("repack()");
+  impl_->kernel.experts().repack(weights, expert, *impl_->packed);
 }
 
 const PackedWeights& MoeLayer::packed_weights() const {

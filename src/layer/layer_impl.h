@@ -54,6 +54,7 @@ struct MoeLayer::Impl {
     ForwardOptions options;
     Stream stream;
     std::int64_t max_tokens;  // of any rank
+    TensorView expert_map;    // of the options, or of the layer; undefined: all experts are here
 
     Call chunk(std::int64_t first, std::int64_t count) const;
   };
@@ -127,6 +128,7 @@ struct MoeLayer::Impl {
   }
   void check_tokens(const Call& call) const;
   void check_results(const Call& call, Workspace workspace) const;
+  void check_map(const TensorView& given) const;  // of the caller, for one forward
   /// Checks every argument. Returns the sizes of the first chunk.
   Sizes check(const Call& call, Workspace workspace) const;
   void forward(const Call& call, Workspace workspace) const;

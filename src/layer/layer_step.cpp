@@ -23,7 +23,7 @@ void MoeLayer::Step::Impl::begin() {
   args.hidden_states = call.hidden_states;
   args.topk_ids = routing.topk_ids;
   args.topk_weights = routing.topk_weights;
-  args.expert_map = layer.expert_map;
+  args.expert_map = call.expert_map;
   args.accumulate = call.options.accumulate;
   args.hooks = call.options.hooks;
   args.stream = call.stream;
@@ -43,6 +43,8 @@ void MoeLayer::Step::Impl::begin() {
     backend.router_logits(weights, call.hidden_states, buffers.router_logits, call.stream);
     backend.route(layer.router, buffers.router_logits, weights.score_correction_bias, routing,
                   call.options.expert_load, call.stream);
+  } else if (call.options.expert_load) {
+    backend.count_choices(routing.topk_ids, call.options.expert_load, call.stream);
   }
   if (layer.router.num_zero_experts > 0) {
     backend.split_zero_experts({routing, layer.router.num_experts, layer.router.num_choices(),

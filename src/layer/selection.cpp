@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "core/check.h"
+#include "core/log.h"
 #include "cpu/experts.h"
 #include "cuda/sm80/descriptor.h"
 #include "cuda/sm90/descriptor.h"
@@ -78,6 +80,46 @@ std::string describe(const MoeConfig& config) {
                       config.num_experts, config.topk, config.hidden, config.intermediate,
                       name(config.scheme), name(config.activation), name(config.dtype),
                       to_string(config.device));
+}
+
+/// Why none of the implementations that come before the chosen one.
+std::string passed_over(const Selection& selection) {
+  std::string text;
+  const ExpertsDescriptor* last = selection.experts;
+  for (const Candidate& candidate : selection.candidates) {
+    if (candidate.chosen) break;
+    if (candidate.experts == selection.experts || candidate.experts == last) continue;
+    last = candidate.experts;
+    text += core::format("; not {}: {}", last->name(),
+                         candidate.support ? "another was asked for" : candidate.support.text);
+  }
+  return text;
+}
+
+/// What was chosen, in one line: "cpu+no_ep runs 8 experts, ... on cpu: isa avx512, 2 threads".
+std::string announcement(const Selection& selection, const ModularKernel& kernel) {
+  const MoeConfig& config = kernel.experts().config();
+  std::string text = core::format("{} runs {}: isa {}", selection.pair(), describe(config),
+                                  selection.experts->instruction_set());
+  if (config.device.is_cpu()) {
+    text += core::format(", {} threads", kernel.experts().context().num_threads);
+  }
+  const std::pair<bool, const char*> wishes[] = {{config.batch_invariant, "batch invariant"},
+                                                 {config.hooks, "with hooks"},
+                                                 {config.monolithic, "with the router"},
+                                                 {config.has_expert_map, "with an expert map"}};
+  for (const auto& [asked, name] : wishes) {
+    if (asked) text += core::format(", {}", name);
+  }
+  // Across ranks the rows that arrive decide.
+  for (const std::int64_t tokens : {1, 64, 1024}) {
+    if (kernel.prepare_finalize().moves_rows()) break;
+    const ProblemSize problem = ProblemSize::of(config, tokens);
+    const auto configs = kernel.experts().kernel_configs(kernel.sizes(problem).transport.experts);
+    if (configs.empty()) break;
+    text += core::format(", {} for {} token{}", configs.front(), tokens, tokens == 1 ? "" : "s");
+  }
+  return text + passed_over(selection);
 }
 
 template <typename Implementations>
@@ -175,7 +217,9 @@ ModularKernel Selection::create(const Context& context) const {
   layer::check_chosen(*this);
   MoeConfig chosen = config;
   chosen.activation_format = prepare_finalize->activation_format();
-  return ModularKernel(prepare_finalize->create(chosen, context), experts->create(chosen, context));
+  ModularKernel kernel(prepare_finalize->create(chosen, context), experts->create(chosen, context));
+  if (core::has_log_hook()) core::log(LogLevel::kInfo, announcement(*this, kernel));
+  return kernel;
 }
 
 std::int64_t Selection::packed_bytes() const {

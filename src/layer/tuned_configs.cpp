@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/log.h"
 #include "files/file.h"
 #include "files/json.h"
 #include "files/output.h"
@@ -147,7 +148,13 @@ const TunedConfigs& tuned_configs() {
     if (std::getenv("FUSEDMOE_TUNED_CONFIGS")) return load_tuned_configs(path);
     try {
       return load_tuned_configs(path);
-    } catch (const Error&) {
+    } catch (const Error& error) {
+      std::error_code failure;
+      if (std::filesystem::exists(path, failure)) {
+        core::log(
+            LogLevel::kWarning,
+            core::format("kernel configurations that were tuned are not used: {}", error.what()));
+      }
       return TunedConfigs();
     }
   }();

@@ -146,6 +146,10 @@ class Backend {
   virtual void route(const RouterConfig& config, const TensorView& logits,
                      const TensorView& correction_bias, const Routing& out,
                      const TensorView& expert_load, Stream stream) const = 0;
+  /// expert_load (num_choices) i32 += tokens that chose each expert, by topk_ids (num_tokens,
+  /// topk).
+  virtual void count_choices(const TensorView& topk_ids, const TensorView& expert_load,
+                             Stream stream) const = 0;
   /// Routing of shared experts, (num_tokens, 1): expert 0 with weight 1, or if `gated` with the
   /// sigmoid, in double, of the logit that topk_weights hold.
   virtual void route_shared(const Routing& out, bool gated, Stream stream) const = 0;

@@ -134,7 +134,7 @@ void weight_and_sum(const ForwardArgs& args, bool weights_on_input, const Sizes&
   const auto* weights = args.topk_weights.as<const float>();
   const core::LocalExperts local_expert(args.expert_map, n.num_experts);
   const bool worthwhile = n.slots * n.hidden >= kParallelWork;
-  Executor& executor = core::executor_of(args.stream);
+  core::Completing executor(core::executor_of(args.stream));
   core::parallel_for(executor, n.rows, worthwhile, [&](std::int64_t token) {
     for (std::int64_t column = 0; column < n.hidden; ++column) {
       double sum = 0;

@@ -97,7 +97,9 @@ TEST(CCallOptionsTest, OfFusedExpertsAreObeyedOrRefused) {
                  c.refused("router weight on input");),
             CALL(require, c.args.require = "nobody"; c.refused("nobody");
                  c.args.require = "reference"; EXPECT_OK(c.run());),
-            CALL(stream, c.args.stream = &c; c.refused("stream");)
+            CALL(stream, c.args.stream = &c; c.refused("stream");),
+            CALL(executor, auto executor = sized<fusedmoe_executor>(); executor.concurrency = 1;
+                 c.args.executor = &executor; c.refused("args.executor.run");)
       },
       sizeof(T));
 #undef CALL
@@ -115,6 +117,7 @@ struct Threads : TinyLayer {
                       void* data) {
       for (std::int32_t i = 0; i < num_tasks; ++i) task(data, i);
       static_cast<Threads*>(context)->tasks += num_tasks;
+      return 0;
     };
     options.executor = &executor;
   }

@@ -162,6 +162,7 @@ TEST(CLayerTest, WorkRunsOnTheCallersThreads) {
                     void* data) {
     for (std::int32_t i = 0; i < num_tasks; ++i) task(data, i);
     static_cast<Calls*>(context)->tasks += num_tasks;
+    return 0;
   };
   TinyLayer tiny;
   const auto expected = tiny.create();

@@ -4,6 +4,7 @@
 
 #include "../unit/golden.h"
 #include "../unit/temporary_directory.h"
+#include "fusedmoe_hooks.h"
 #include "option_rows.h"
 #include "testing/compare.h"
 
@@ -117,7 +118,10 @@ TEST(COptionsTest, OfALayerAreObeyedOrRefused) {
                   c.options.packed_weights = path.c_str(); EXPECT_OK(c.forward(c.create()));
                   c.options.require = "reference"; c.refused("packed_for cpu");),
             LAYER(packed_read, c.options.packed_read = 1; c.refused("packed_weights");),
-            LAYER(packed_unverified, c.options.packed_unverified = 1; c.refused("packed_weights");)
+            LAYER(packed_unverified, c.options.packed_unverified = 1; c.refused("packed_weights");),
+            LAYER(hooks, auto hooks = sized<fusedmoe_hooks>(); c.args.hooks = &hooks;
+                  EXPECT_EQ(c.forward(c.create()), FUSEDMOE_UNSUPPORTED); c.options.hooks = 1;
+                  EXPECT_OK(c.forward(c.create()));)
       },
       sizeof(T));
 }
@@ -187,18 +191,22 @@ TEST(COptionsTest, OfAForwardAreObeyedOrRefused) {
             CALL(fixed_sizes, ASSERT_OK(c.forward(c.create())); const std::vector<float> exact(
                      c.output.as<float>(), c.output.as<float>() + c.output.numel());
                  c.args.fixed_sizes = 1; EXPECT_OK(c.forward(c.create()));
-                 EXPECT_TRUE(std::equal(exact.begin(), exact.end(), c.output.as<float>()));)
+                 EXPECT_TRUE(std::equal(exact.begin(), exact.end(), c.output.as<float>()));),
+            CALL(expert_map, const Tensor map = Tensor::zeros({4}, DType::kI32);
+                 c.args.expert_map = to_c(map); c.forward_refused("options.expert_map");),
+            CALL(executor, auto executor = sized<fusedmoe_executor>(); executor.concurrency = 1;
+                 c.args.executor = &executor; c.forward_refused("args.executor.run");),
+            CALL(hooks, auto hooks = sized<fusedmoe_hooks>(); c.args.hooks = &hooks;
+                 EXPECT_EQ(c.forward(c.create()), FUSEDMOE_UNSUPPORTED);)
       },
       sizeof(T));
-  // The caller's routing has neither logits nor a load.
-  for (fusedmoe_tensor T::*const member : {&T::router_logits, &T::expert_load}) {
-    Case c;
-    const Tensor result = Tensor::zeros({kTokens, 4}, DType::kF32);
-    c.args.*member = to_c(result);
-    const auto layer = c.create();
-    const Scratch scratch(layer.get(), kTokens, c.args);
-    EXPECT_EQ(fusedmoe_layer_forward_routed(layer.get(), &c.args), FUSEDMOE_INVALID_ARGUMENT);
-  }
+  // The caller's routing has no logits.
+  Case c;
+  const Tensor result = Tensor::zeros({kTokens, 4}, DType::kF32);
+  c.args.router_logits = to_c(result);
+  const auto layer = c.create();
+  const Scratch scratch(layer.get(), kTokens, c.args);
+  EXPECT_EQ(fusedmoe_layer_forward_routed(layer.get(), &c.args), FUSEDMOE_INVALID_ARGUMENT);
 }
 
 /// The layer of a checkpoint, or one rank's part of it, in f32.

@@ -105,7 +105,7 @@ TEST(CStructOptionsTest, OfAConfigurationAreObeyedOrRefused) {
             CONFIG(device_index, c.config.device_index = 1; c.refused("config.device");),
             CONFIG(compute_capability, c.config.device_type = FUSEDMOE_CUDA;
                    c.config.compute_capability = 80; c.says("compute capability 8.0");),
-            NAME(require)
+            NAME(require), CONFIG(hooks, c.config.hooks = 1; c.says("no injection points");)
       },
       sizeof(T));
 }

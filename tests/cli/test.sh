@@ -346,6 +346,10 @@ case $situation in
     cmp out first || fail "other outputs from the file"
     [[ $(sed -n 's/^again: //p' out) == "$(sed -n 's/^with expert 6: //p' out)" ]] ||
       fail "other outputs after a cancelled forward"
+    program=$examples/example_two_devices
+    succeeds
+    says '^experts 4 to 7: cpu\+no_ep bf16 bf16'
+    says '^differs from one layer by [0-9.e-]+ of the largest output$'
     program=$examples/example_raw_tensors
     succeeds
     says '^layers packed: 1; first outputs: -?[0-9]'
@@ -354,6 +358,17 @@ case $situation in
       succeeds model
       says '^gpt_oss, mxfp4_w4a16: 1 layers with experts'
       says '^first outputs: -?[0-9]'
+      program=$examples/example_engine_c
+      succeeds
+      says '^info: cpu\+no_ep runs 8 experts, topk 2, .* 2 threads, with hooks, with an expert map$'
+      says '^first output: .*; 32 tokens for expert 0$'
+      says '^with expert 6: .*; 96 rows$'
+      says '^cancelled: options.executor.run returned 1, which gives the call up$'
+      mv out first
+      succeeds  # from the file
+      cmp out first || fail "other outputs from the file"
+      [[ $(sed -n 's/^again: //p' out) == "$(sed -n 's/^with expert 6: \(.*\);.*/\1/p' out)" ]] ||
+        fail "other outputs after a forward that was given up"
     fi
     for example in layer lora engine_routing; do
       program=$examples/example_$example

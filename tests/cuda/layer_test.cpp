@@ -260,8 +260,15 @@ TEST_F(CudaLayerTest, RoutedIdsOutOfRangeSelectNothing) {
     const Tensor weights = Tensor::empty({2, kTopk}, DType::kF32);
     for (std::int64_t i = 0; i < weights.numel(); ++i) weights.as<float>()[i] = 0.25f;
     const Tensor gpu_ids = to_gpu(topk_ids), gpu_weights = to_gpu(weights);
+    const Tensor load = Tensor::empty({kExperts}, DType::kI32, kGpu);
     const Buffers buffers(layer, 2);
-    layer.forward_routed(x, {gpu_ids, gpu_weights}, buffers.output, buffers.scratch());
+    layer.forward_routed(x, {gpu_ids, gpu_weights}, buffers.output, buffers.scratch(),
+                         {.expert_load = load});
+    std::vector<std::int32_t> counts(kExperts);
+    for (const std::int32_t id : ids) {
+      if (id >= 0 && id < kExperts) ++counts[static_cast<std::size_t>(id)];
+    }
+    EXPECT_EQ(std::memcmp(to_host(load).data(), counts.data(), kExperts * sizeof(std::int32_t)), 0);
     return to_host(buffers.output);
   };
   constexpr std::int32_t kMax = std::numeric_limits<std::int32_t>::max();

@@ -11,6 +11,7 @@ from test_options import refused
 
 import fusedmoe
 from fusedmoe import Communicator
+from fusedmoe.options import names
 
 MIXTRAL = golden_dir() / "mixtral.safetensors"
 
@@ -46,11 +47,10 @@ CHECKPOINT = {
 
 EXPLAIN = {
     "checkpoint": lambda _: refused("nowhere", fusedmoe.explain, "nowhere")
-    and "cpu" in str(fusedmoe.explain(MIXTRAL)),
+    and "cpu" in str(fusedmoe.explain(MIXTRAL))
+    and refused("compute_capability", fusedmoe.explain, MIXTRAL, compute_capability=90),
     "layer": lambda _: refused("layer", fusedmoe.explain, MIXTRAL, layer=99)
     and refused("layer cannot be used without", fusedmoe.explain, layer=0, num_experts=8),
-    "config": lambda _: refused("dtyp", fusedmoe.explain, MIXTRAL, dtyp="f32")
-    and refused("compute_capability", fusedmoe.explain, MIXTRAL, compute_capability=90),
 }
 
 VALUES = np.linspace(-1, 1, 32 * 64, dtype=np.float32).reshape(32, 64)
@@ -100,7 +100,8 @@ ALONE = {"rank": 0, "size": 1}
 TABLES = {
     "quantize_checkpoint": (QUANTIZE, inspect.signature(fusedmoe.quantize_checkpoint).parameters),
     "Checkpoint": (CHECKPOINT, inspect.signature(fusedmoe.Checkpoint).parameters),
-    "explain": (EXPLAIN, inspect.signature(fusedmoe.explain).parameters),
+    "explain": (
+        EXPLAIN, set(inspect.signature(fusedmoe.explain).parameters) - names(fusedmoe.ExplainConfig)),
     "quantize_activations": (
         ACTIVATIONS, inspect.signature(fusedmoe.quantize_activations).parameters),
     "dequantize_weights": (DEQUANTIZE, inspect.signature(fusedmoe.dequantize_weights).parameters),

@@ -55,6 +55,36 @@ def test_routing_of_the_layer_and_of_the_caller(problem):
     assert all(isinstance(result, fusedmoe.Tensor) for result in of_tensor)
 
 
+def test_a_layer_is_a_cache_of_experts(problem, tmp_path):
+    def make(count, expert_map, **options):
+        return fusedmoe.MoELayer.from_tensors(
+            problem.w13[:count], problem.w2[:count], topk=2, num_experts=8, expert_map=expert_map,
+            dtype="f32", **options,
+        )  # fmt: skip
+
+    whole, cache = make(8, None), make(4, np.array([0, 1, 2, 3, -1, -1, -1, -1], np.int32))
+    cache.repack(2, problem.w13[6:7], problem.w2[6:7])
+    lies_at = np.array([0, 1, -1, 3, -1, -1, 2, -1], np.int32)
+    there = np.where(lies_at[problem.ids] >= 0, problem.ids, -1).astype(np.int32)
+    loads = np.empty(8, np.int32), np.empty(8, np.int32)
+    expected = whole.forward_routed(problem.x, problem.weights, there, expert_load=loads[0])
+    step = cache.begin(
+        problem.x, problem.weights, problem.ids, expert_load=loads[1], expert_map=lies_at
+    )
+    step.compute()
+    assert np.array_equal(step.finish(), expected)
+    for load, ids in zip(loads, (there, problem.ids)):
+        assert np.array_equal(load, np.bincount(ids[ids >= 0], minlength=8))
+    with pytest.raises(ValueError, match="expert"):
+        cache.repack(4, problem.w13[6:7], problem.w2[6:7])
+    with pytest.raises(TypeError, match="no name in weights 'w1_scales'"):
+        cache.repack(0, problem.w13[6:7], problem.w2[6:7], {"w1_scales": problem.gate})
+    whole.save_packed(tmp_path / "packed")
+    mapped = make(8, None, packed_weights=tmp_path / "packed")
+    with pytest.raises(ValueError, match="mapped"):
+        mapped.repack(0, problem.w13[6:7], problem.w2[6:7])
+
+
 def test_shared_experts_are_added(problem):
     def make(shared):
         return fusedmoe.MoELayer.from_tensors(

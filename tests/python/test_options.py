@@ -10,8 +10,7 @@ import pytest
 from conftest import f32, golden_dir, relative_error
 
 import fusedmoe
-from fusedmoe import layer as layers
-from fusedmoe import selection as selections
+from fusedmoe.options import names
 
 MakeLayer = fusedmoe.MoELayer.from_tensors
 
@@ -140,7 +139,6 @@ TENSORS = {
     "intermediate": lambda c: refused("intermediate", c.layer, intermediate=33),
     "shared": lambda c: other(c, shared={"w13": c.p.w13[:1], "w2": c.p.w2[:1]}),
     "weights": lambda c: other(c, weights={"activation": "gelu"}),
-    "options": lambda c: refused("no option 'dtyp'", c.layer, dtyp="f32"),
 }
 
 CALL = {
@@ -158,6 +156,8 @@ CALL = {
     and refused("max_tokens", c.call, max_tokens=-1),
     "dropped_rows": lambda c: filled(c, "dropped_rows", (1,), np.int32),
     "fixed_sizes": lambda c: np.array_equal(c.call(fixed_sizes=True), c.call()),
+    "expert_map": lambda c: refused(
+        "made without LayerWeights::expert_map", c.call, expert_map=np.zeros(8, np.int32)),
 }  # fmt: skip
 
 
@@ -214,7 +214,7 @@ EXPERTS = {
 }  # fmt: skip
 
 # As fused_experts() has them, but by `weights`.
-WEIGHTS = {name: EXPERTS[name] for name in layers._WEIGHTS}
+WEIGHTS = {name: EXPERTS[name] for name in names(fusedmoe.ExpertSettings)}
 
 ROUTE = {
     "router_logits": lambda c: refused("router_logits", fusedmoe.route, None, 2),
@@ -285,14 +285,13 @@ EXPLAIN = {
 }  # fmt: skip
 
 TABLES = {
-    "options of a layer": (OPTIONS, layers._OPTIONS),
-    "from_tensors": (TENSORS, inspect.signature(MakeLayer).parameters),
-    "names in weights": (WEIGHTS, layers._WEIGHTS),
+    "from_tensors": ({**TENSORS, **OPTIONS}, inspect.signature(MakeLayer).parameters),
+    "names in weights": (WEIGHTS, names(fusedmoe.ExpertSettings)),
     "call of a layer": (CALL, list(inspect.signature(fusedmoe.MoELayer.__call__).parameters)[1:]),
     "fused_experts": (EXPERTS, inspect.signature(fusedmoe.fused_experts).parameters),
     "route": (ROUTE, inspect.signature(fusedmoe.route).parameters),
     "quantize_weights": (QUANTIZE, inspect.signature(fusedmoe.quantize_weights).parameters),
-    "explain": (EXPLAIN, selections._CONFIG),
+    "explain": (EXPLAIN, names(fusedmoe.ExplainConfig)),
 }
 
 

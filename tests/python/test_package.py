@@ -1,6 +1,8 @@
 """What would run, the doctor, and the package itself."""
 
+import inspect
 import json
+import logging
 import os
 import pathlib
 import re
@@ -8,7 +10,9 @@ import struct
 import subprocess
 import sys
 import types
+from typing import Optional
 
+import numpy as np
 import pytest
 from conftest import golden_dir
 
@@ -111,12 +115,57 @@ def test_the_package_is_typed_and_documented():
 
 
 def test_types_are_right():
+    """Of the package, and of a program that uses it; what is wrong there is found."""
     pytest.importorskip("mypy")
     root = pathlib.Path(__file__).parents[2]
     command = [sys.executable, "-m", "mypy", "--config-file", root / "pyproject.toml"]
     command += ["--cache-dir", os.devnull, pathlib.Path(fusedmoe.__file__).parent]
+    command += [pathlib.Path(__file__).parent / "typed_program.py"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def signatures():
+    for name in fusedmoe.__all__:
+        public = getattr(fusedmoe, name)
+        if not inspect.isclass(public) and callable(public):
+            yield name, inspect.signature(public)
+        for method, function in vars(public).items() if inspect.isclass(public) else ():
+            if isinstance(function, classmethod):
+                function = function.__func__
+            if inspect.isfunction(function) and (method[0] != "_" or method == "__call__"):
+                yield f"{name}.{method}", inspect.signature(function)
+
+
+def test_signatures_say_their_types():
+    found = dict(signatures())
+    assert {"fused_experts", "cpu_isa", "MoELayer.__call__"} <= set(found)
+    for name, signature in found.items():
+        arguments = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
+        assert all(p.annotation is not p.empty for p in arguments), name
+        assert signature.return_annotation is not signature.empty, name
+    options = found["MoELayer.from_checkpoint"].parameters
+    assert options["num_threads"].annotation == Optional[int] and "options" not in options
+
+
+def test_the_logger_hears_once_what_was_chosen(caplog):
+    def make(hidden):
+        w13, w2 = np.zeros((2, 32, hidden), "float32"), np.zeros((2, hidden, 16), "float32")
+        fusedmoe.MoELayer.from_tensors(w13, w2, topk=1, dtype="f32")
+
+    with caplog.at_level(logging.INFO, "fusedmoe"):
+        for hidden in (96, 96, 160):
+            make(hidden)
+    messages = [record.getMessage() for record in caplog.records if record.name == "fusedmoe"]
+    assert [f"hidden {hidden}" in text for hidden, text in zip((96, 160), messages)] == [True, True]
+    assert all(text.startswith("cpu+no_ep runs 2 experts") for text in messages)
+
+
+def test_nothing_is_printed_by_default():
+    make = "import numpy as np, fusedmoe; w = np.zeros((2, 32, 16), 'float32'); "
+    make += "fusedmoe.MoELayer.from_tensors(w, w[:, :16].copy(), topk=1, dtype='f32')"
+    result = subprocess.run([sys.executable, "-c", make], capture_output=True, check=True)
+    assert result.stdout + result.stderr == b""
 
 
 def test_a_build_asks_for_cutlass_where_nvcc_is(tmp_path, monkeypatch):

@@ -66,10 +66,12 @@ def test_bench_hands_scaled_grouped_mm_what_it_documents(tmp_path, monkeypatch):
 
 def test_demo_and_the_example_generate(tmp_path):
     sizes = [text for name, size in SMALL.items() for text in (f"--{name}", size)]
-    only = ["--implementations", "fusedmoe", "eager", "--new-tokens", 4]
+    only = ["--implementations", "fusedmoe", "eager", "f32", "--new-tokens", 4]
     results = json.loads(run("-m", "fusedmoe.demo", *sizes, *only, "--json"))["results"]
-    assert [result["implementation"] for result in results] == ["fusedmoe", "eager"]
+    assert [result["implementation"] for result in results] == ["f32", "fusedmoe", "eager"]
     assert all(len(result["tokens"]) == 4 for result in results)
+    exact, own, eager = (result["error"] for result in results)
+    assert exact == 0 < own < eager < 0.05
 
     demo.make_model(tmp_path, **SMALL)
     example = pathlib.Path(__file__).parents[2] / "examples" / "generate.py"

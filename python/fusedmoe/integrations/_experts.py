@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import Any, Dict, NamedTuple, Tuple
+from typing import Any, Dict, NamedTuple, Tuple, cast
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,6 +13,7 @@ from transformers.integrations import moe
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
 from ..layer import MoELayer
+from ..options import ExpertSettings
 
 _ACTIVATIONS = {
     "SiLUActivation": "silu",
@@ -155,7 +156,7 @@ def _layer_of(
         w2,
         topk=topk,
         num_experts=num_experts,
-        weights={**_settings_of(self), **tensors},
+        weights=cast(ExpertSettings, {**_settings_of(self), **tensors}),
         apply_router_weight_on_input=isinstance(self, Llama4TextExperts),
         dtype=DTYPES[hidden_states.dtype],
         device=str(hidden_states.device),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple, cast
 
 import torch
 import vllm.envs as envs
@@ -26,6 +26,7 @@ from vllm.platforms import current_platform
 
 from .. import device_problem, explain
 from ..layer import MoELayer
+from ..options import ExpertSettings
 
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -143,7 +144,7 @@ class FusedMoeExperts(mk.FusedMoEExpertsModular):
             topk=config.experts_per_token,
             num_experts=config.num_experts,
             expert_map=None if local else layer.expert_map,
-            weights=weights,
+            weights=cast(ExpertSettings, weights),
             dtype=_DTYPES[config.in_dtype],
             device=str(w13.device),
             ep_size=config.moe_parallel_config.ep_size,

@@ -1,5 +1,5 @@
 // Element by element: the router weight on the input, sums with shared and zero experts, their
-// routing.
+// routing, the load of given routing.
 #include "cuda/device/launch.h"
 #include "cuda/rows/element.cuh"
 #include "cuda/rows/rows.h"
@@ -81,6 +81,18 @@ __global__ __launch_bounds__(kThreads) void split_zero_experts_kernel(
   zero_weights[token] = sum;
 }
 
+/// A thread for each slot.
+__global__ __launch_bounds__(kThreads) void count_choices_kernel(const std::int32_t* ids,
+                                                                 std::int32_t* load,
+                                                                 std::int64_t num_slots,
+                                                                 std::int64_t num_choices) {
+  order_after_previous();
+  const std::int64_t slot = flat_thread();
+  if (slot >= num_slots) return;
+  const std::int32_t id = ids[slot];
+  if (id >= 0 && id < num_choices) atomicAdd(load + id, 1);
+}
+
 /// Weights hold the logits of the gate, if there is one.
 __global__ __launch_bounds__(kThreads) void route_shared_kernel(std::int32_t* ids, float* weights,
                                                                 std::int64_t num_tokens,
@@ -149,6 +161,14 @@ void split_zero_experts(const core::ZeroExpertsSplit& split, Stream stream) {
          split.routing.topk_ids.as<const std::int32_t>(),
          split.routing.topk_weights.as<const float>(), split.expert_ids.as<std::int32_t>(),
          split.zero_weights.as<float>(), num_tokens, topk, split.num_experts, split.num_choices);
+}
+
+void count_choices(const TensorView& topk_ids, const TensorView& expert_load, Stream stream) {
+  const std::int64_t num_slots = topk_ids.numel();
+  if (num_slots == 0) return;
+  launch(count_choices_kernel, flat_grid(num_slots), kThreads, 0, stream, false,
+         topk_ids.as<const std::int32_t>(), expert_load.as<std::int32_t>(), num_slots,
+         expert_load.numel());
 }
 
 void route_shared(const Routing& out, bool gated, Stream stream) {

@@ -16,6 +16,8 @@ void weight_rows(const TensorView& x, const TensorView& topk_weights, const Tens
 /// Rows of both may have a stride.
 void add_rows(const core::AddArgs& args);
 void split_zero_experts(const core::ZeroExpertsSplit& split, Stream stream);
+/// Ids outside of the experts are of nobody.
+void count_choices(const TensorView& topk_ids, const TensorView& expert_load, Stream stream);
 void route_shared(const Routing& out, bool gated, Stream stream);
 
 }  // namespace fusedmoe::cuda
