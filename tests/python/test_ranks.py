@@ -434,3 +434,32 @@ def test_experts_move_and_a_survivor_goes_on():
         assert np.array_equal(made(x), expected)
 
     assert run_threads(run) == [None, None]
+
+
+def test_a_survivor_reads_lost_experts_of_a_checkpoint():
+    checkpoint = fusedmoe.Checkpoint(golden_dir() / "mixtral.safetensors")
+    index = checkpoint.moe_layers[0]
+    expected_of = fusedmoe.MoELayer.from_checkpoint(checkpoint, index, dtype="f32")
+    communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
+    (alone,) = fusedmoe.Communicator.threads(1)
+    x = np.random.default_rng(3).standard_normal((TOKENS, checkpoint.info["hidden"]))
+    x = x.astype(np.float32)
+
+    def run(rank):
+        made = fusedmoe.MoELayer.from_checkpoint(
+            checkpoint,
+            index,
+            dtype="f32",
+            communicator=communicators[rank],
+            max_tokens_per_rank=TOKENS,
+            combine="per_slot",
+        )
+        if rank == 0:
+            return
+        placement = fusedmoe.linear_placement(checkpoint.info["num_experts"], 1)
+        with pytest.raises(TypeError, match="lost: cannot be given beside checkpoint"):
+            made.rebind(alone, placement, checkpoint=checkpoint, lost=dict)
+        made.rebind(alone, placement, checkpoint=checkpoint, layer=index)
+        assert np.array_equal(made(x), expected_of(x))
+
+    assert run_threads(run) == [None, None]

@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "checkpoint_parts.h"
+#include "error_text.h"
 #include "fusedmoe/checkpoint.h"
 #include "golden.h"
 #include "rank_layers.h"
@@ -21,7 +22,8 @@ using testing::rank_options;
 using testing::RankCase;
 using testing::run_ranks;
 
-/// Every family, loaded in parts, on three ranks that hold different experts.
+/// Every family, loaded in parts, on three ranks that hold different experts. Then rank 2 leaves,
+/// and the others read its experts.
 TEST(LoadingTest, EveryFamilyGivesTheBitsOfOneRank) {
   for (const std::string& name : golden_names()) {
     SCOPED_TRACE(name);
@@ -34,15 +36,24 @@ TEST(LoadingTest, EveryFamilyGivesTheBitsOfOneRank) {
                        .batch_invariant = true};
     const MoeLayer alone(whole, one_rank_options(how, DType::kBF16));
     const auto comms = make_thread_communicators(3, {kPatient});
+    const auto left = make_thread_communicators(2, {kPatient});
     run_ranks(3, [&](int rank) {
       const ParallelConfig parallel =
           ParallelConfig::of({.dp_size = 3, .expert_parallel = true, .rank = rank});
       const LayerWeights part = checkpoint.load_layer(index, parallel, how.placement);
-      const MoeLayer layer(part, rank_options(how, DType::kBF16, 4, comms[rank]));
+      MoeLayer layer(part, rank_options(how, DType::kBF16, 4, comms[rank]));
       const Tensor x =
           testing::random_tensor(DType::kBF16, {rank + 1, whole.experts.hidden}, 1, 8 + rank);
-      EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, 4), forward_exactly(alone, x, 0)));
+      const Tensor expected = forward_exactly(alone, x, 0);
+      EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, 4), expected));
+      if (rank == 2) return;
+      layer.rebind(left[rank], ExpertPlacement::linear(num_experts, 2), [&](std::int64_t expert) {
+        EXPECT_EQ(expert % 3, 2);
+        return checkpoint.load_expert(index, expert);
+      });
+      EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, 4), expected));
     });
+    EXPECT_EQ(testing::argument_of([&] { checkpoint.load_expert(index, num_experts); }), "expert");
   }
 }
 
