@@ -26,8 +26,20 @@ timed() {
   ((SECONDS - start < limit)) || fail "$name took longer than $limit s"
 }
 
+# check_manual FOLDER ZSH: the manual page and what shells source; zsh has a folder of its own.
+check_manual() {
+  local file
+  for file in man/man1/fusedmoe.1 bash-completion/completions/fusedmoe "zsh/$2/_fusedmoe" \
+    fish/vendor_completions.d/fusedmoe.fish; do
+    [[ -s $1/$file ]] || fail "$1/$file is not installed"
+  done
+}
+
 check_sdist() {
-  local info
+  local info missing
+  missing=$(comm -23 <(git ls-files CMakeLists.txt cli cmake include python src | sort) \
+    <(tar -tf "$1" | cut -d / -f 2- | sort))
+  [[ -z $missing ]] || fail "$1 lacks what the build needs: $missing"
   info=$(tar -xOf "$1" --wildcards '*/PKG-INFO')
   grep -q '^License-Expression: Apache-2.0' <<<"$info" || fail "$1: PKG-INFO has no licence identifier"
   grep -q '^Project-URL: ' <<<"$info" || fail "$1: PKG-INFO has no project URL"
@@ -47,6 +59,7 @@ check_wheel() {
   # Without pip's index, without other packages, and only with its own programs.
   "$python" -m venv "$environment/env"
   timed "$(basename "$wheel"): install" 60 "$environment/env/bin/pip" install --quiet --no-index "$wheel"
+  check_manual "$environment/env/share" site-functions
   cd "$environment"
   timed "  demo" 60 env -i PATH="$environment/env/bin:/nowhere" HOME="$environment" \
     "$(command -v bash)" -c "${demo/rm -rf layer && /}"
@@ -91,6 +104,7 @@ check_debs() {
   within() { env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root DEBIAN_FRONTEND=noninteractive chroot "$place" "$@"; }
   timed "lists of packages" 600 within apt-get update
   timed "the program: install" 60 within sh -c 'dpkg -i /packages/fusedmoe_*.deb'
+  check_manual "$place/usr/share" vendor-completions
   ! within sh -c 'command -v gcc cc c++ python3' || fail "there is a compiler or a Python already"
   timed "  demo" 60 within sh -c "cd /root && $demo"
   timed "Python: install, with Python" 600 within sh -c \
