@@ -1,0 +1,194 @@
+// The signals by which the ranks of one host take a step together, in memory that all of them map.
+// Host and device run the same functions: threads test on the host what kernels do.
+//
+// A step has two rounds. In the first the rows of every rank stand in its arena, in the second the
+// results of its experts. In each round a rank sends a signal to every rank and waits for theirs.
+// So nobody is through a round before all have come to it: what the others read in a round may be
+// written again behind the next one, and one buffer is enough.
+//
+// Nobody waits for ever. Who gives up a wait, because a rank is late, is in another step, or the
+// host says so, writes down why and sends no signal any more: `dead`.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "core/host_device.h"
+
+// Before a template whose parameter runs either on the host or on the device.
+#ifdef __CUDACC__
+#define FUSEDMOE_HD_EITHER _Pragma("nv_exec_check_disable")
+#else
+#define FUSEDMOE_HD_EITHER
+#endif
+
+namespace fusedmoe::cuda {
+
+inline constexpr int kMostPeers = 16;
+
+enum class Round : std::uint32_t { kDispatch, kReturn };
+inline constexpr int kRounds = 2;
+
+/// What ranks must agree about in a step.
+struct StepKey {
+  std::uint32_t layer = 0;
+  std::uint32_t most_tokens = 0;  ///< of any rank
+  std::uint32_t topk = 0;
+  std::uint32_t row_bytes = 0;  ///< of a row as it travels
+  std::uint32_t placement = 0;  ///< version: every commit of moved experts raises it
+
+  constexpr bool operator==(const StepKey&) const = default;
+};
+
+/// FNV-1a over the members, a word at a time, with the bits mixed once more at the end.
+FUSEDMOE_HD constexpr std::uint32_t hash(const StepKey& key) {
+  std::uint32_t sum = 2166136261U;
+  for (const std::uint32_t word :
+       {key.layer, key.most_tokens, key.topk, key.row_bytes, key.placement}) {
+    sum = (sum ^ word) * 16777619U;
+    sum ^= sum >> 15;
+  }
+  return sum;
+}
+
+/// What one rank tells another in a round: a line of the other's arena.
+struct alignas(64) SignalLine {
+  std::uint64_t flag = 0;  ///< the step's epoch, and in the lower half the hash of the key
+  StepKey key;             ///< for the text of an error
+};
+
+/// The beginning of a rank's arena.
+struct ArenaHead {
+  SignalLine lines[kRounds][kMostPeers];  ///< written by the ranks, each its own
+  /// Of this rank alone:
+  std::uint32_t epoch = 0;  ///< number of the step; starts again at 0 behind 2^32 - 1
+  std::uint32_t dead = 0;
+  std::uint32_t late = 0, different = 0;  ///< ranks, as bits: those that a wait was given up for
+  std::uint32_t told = 0;                 ///< the host ended a wait
+};
+
+/// Why a rank gave up, for the host to read: pinned memory.
+struct FailureRecord {
+  std::uint64_t is_written = 0;  ///< all else stands before it
+  std::uint32_t epoch = 0, round = 0;
+  std::uint32_t late = 0, different = 0, told = 0;  ///< as in ArenaHead
+  StepKey mine, theirs;                             ///< of the first rank that is different
+  std::uint32_t their_epoch = 0;
+};
+
+/// The ranks as one of them sees them.
+struct Peers {
+  ArenaHead* arenas[kMostPeers] = {};  ///< as this rank maps them
+  int rank = 0;
+  int size = 1;
+
+  FUSEDMOE_HD ArenaHead& own() const { return *arenas[rank]; }
+};
+
+/// When a wait ends without its signal.
+struct Patience {
+  std::uint64_t nanoseconds = 0;         ///< of one wait
+  const std::uint32_t* abort = nullptr;  ///< not 0: the host ends all waits
+};
+
+FUSEDMOE_HD constexpr std::uint64_t flag_of(std::uint32_t epoch, const StepKey& key) {
+  return std::uint64_t{epoch} << 32 | hash(key);
+}
+
+// `Words` is how memory is read and written where the code runs, for all threads that map it:
+//   load(p), store(p, word)          of 32 bits, each by itself whole
+//   load_acquire(p), store_release(p, word)  of 64 bits: what stands before the store is seen
+//                                            behind the load
+//   set_bits(p, bits)                of 32 bits, at once; returns what was there
+//   nanoseconds()                    a clock
+//   pause()                          between two looks
+
+/// By one thread of a step's first kernel, before its signals.
+FUSEDMOE_HD_EITHER
+template <typename Words>
+FUSEDMOE_HD void begin_step(const Peers& peers) {
+  ArenaHead& own = peers.own();
+  if (Words::load(&own.dead) == 0) Words::store(&own.epoch, Words::load(&own.epoch) + 1);
+}
+
+/// Tells a rank that this one has come to the round. By any thread, behind all that the rank may
+/// read then.
+FUSEDMOE_HD_EITHER
+template <typename Words>
+FUSEDMOE_HD void send_signal(const Peers& peers, Round round, const StepKey& key, int to) {
+  const ArenaHead& own = peers.own();
+  if (Words::load(&own.dead) != 0) return;
+  SignalLine& line = peers.arenas[to]->lines[static_cast<int>(round)][peers.rank];
+  Words::store(&line.key.layer, key.layer);
+  Words::store(&line.key.most_tokens, key.most_tokens);
+  Words::store(&line.key.topk, key.topk);
+  Words::store(&line.key.row_bytes, key.row_bytes);
+  Words::store(&line.key.placement, key.placement);
+  Words::store_release(&line.flag, flag_of(Words::load(&own.epoch), key));
+}
+
+/// Waits until a rank has come to the round. False: the step has failed; then some thread must
+/// call give_up() behind all waits of its block.
+FUSEDMOE_HD_EITHER
+template <typename Words>
+FUSEDMOE_HD bool await_signal(const Peers& peers, Round round, const StepKey& key, int from,
+                              const Patience& patience) {
+  constexpr int kLooks = 64;  // between those at the clock, and at the host's word, which is far
+  ArenaHead& own = peers.own();
+  if (Words::load(&own.dead) != 0) return false;
+  const std::uint32_t epoch = Words::load(&own.epoch), bit = 1U << from;
+  const std::uint64_t expected = flag_of(epoch, key), begin = Words::nanoseconds();
+  const std::uint64_t* flag = &own.lines[static_cast<int>(round)][from].flag;
+  for (int looks = 1;; ++looks) {
+    const std::uint64_t seen = Words::load_acquire(flag);
+    if (seen == expected) return true;
+    if (static_cast<std::uint32_t>(seen >> 32) != epoch - 1) {  // not that of the step before
+      Words::set_bits(&own.different, bit);
+      return false;
+    }
+    if (looks % kLooks == 0) {
+      if (Words::load(patience.abort) != 0) {
+        Words::set_bits(&own.told, 1);
+        return false;
+      }
+      if (Words::nanoseconds() - begin > patience.nanoseconds) {
+        Words::set_bits(&own.late, bit);
+        return false;
+      }
+    }
+    Words::pause();
+  }
+}
+
+/// Ends this rank's part for good. The first of several callers writes down why.
+FUSEDMOE_HD_EITHER
+template <typename Words>
+FUSEDMOE_HD void give_up(const Peers& peers, Round round, const StepKey& key,
+                         FailureRecord& record) {
+  ArenaHead& own = peers.own();
+  if (Words::set_bits(&own.dead, 1) != 0) return;
+  Words::store(&record.epoch, Words::load(&own.epoch));
+  Words::store(&record.round, static_cast<std::uint32_t>(round));
+  Words::store(&record.late, Words::load(&own.late));
+  const std::uint32_t different = Words::load(&own.different);
+  Words::store(&record.different, different);
+  Words::store(&record.told, Words::load(&own.told));
+  record.mine = key;
+  for (int from = 0; from < peers.size; ++from) {
+    if ((different >> from & 1) == 0) continue;
+    const SignalLine& line = own.lines[static_cast<int>(round)][from];
+    record.their_epoch = static_cast<std::uint32_t>(Words::load_acquire(&line.flag) >> 32);
+    record.theirs = {Words::load(&line.key.layer), Words::load(&line.key.most_tokens),
+                     Words::load(&line.key.topk), Words::load(&line.key.row_bytes),
+                     Words::load(&line.key.placement)};
+    break;
+  }
+  Words::store_release(&record.is_written, 1);
+}
+
+/// What a record that is written says of its rank: "rank 1 waited 500 ms for ranks 0, 3 in the
+/// dispatch of layer 4"; "rank 2 does not match rank 1 in the return of layer 4: rank 1 has layer
+/// 4, it layer 5".
+std::string to_string(const FailureRecord& record, int rank, const Patience& patience);
+
+}  // namespace fusedmoe::cuda

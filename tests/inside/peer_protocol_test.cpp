@@ -1,0 +1,260 @@
+// The signals of ranks that read each other's memory, by a thread for each rank.
+#include "cuda/peers/protocol.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "cuda/peers/host_words.h"
+
+namespace fusedmoe::cuda::peer_protocol_test {
+
+/// For a thread that waits: a busy machine lets it go on soon, as one that yields it would not.
+void doze() {
+  std::this_thread::sleep_for(std::chrono::microseconds(1));
+}
+
+/// The host's words, with a clock that stands still until a test moves it.
+struct TestWords : HostWords {
+  static void pause() { doze(); }
+  static inline std::atomic<std::uint64_t> clock{0};
+  static std::uint64_t nanoseconds() { return clock.load(); }
+};
+
+constexpr std::uint64_t kPatience = 1000000;
+
+/// All that ranks share. Rows are plain words: ThreadSanitizer sees whoever reads them too early or
+/// writes them too early again.
+struct Host {
+  struct Arena {
+    ArenaHead head;
+    std::uint64_t row = 0;                   // for all to read in the return
+    std::uint64_t results[kMostPeers] = {};  // for the rank of the same number
+  };
+
+  explicit Host(int size) : size(size), arenas(static_cast<std::size_t>(size)) {
+    TestWords::clock = 0;
+  }
+
+  Peers peers(int rank) {
+    Peers seen{.rank = rank, .size = size};
+    for (int i = 0; i < size; ++i) seen.arenas[i] = &arenas[static_cast<std::size_t>(i)].head;
+    return seen;
+  }
+  /// Runs a function as every rank, each in a thread of its own.
+  void run(const std::function<void(int)>& rank_main) {
+    std::vector<std::jthread> threads;
+    for (int rank = 0; rank < size; ++rank) threads.emplace_back(rank_main, rank);
+  }
+
+  int size;
+  std::vector<Arena> arenas;
+  std::uint32_t abort = 0;
+  std::atomic<int> rounds_sent{0}, gave_up{0};
+};
+
+/// One rank of a host.
+class Rank {
+ public:
+  Rank(Host& host, int rank) : host_(host), peers_(host.peers(rank)), random_(rank + 1U) {}
+
+  /// A round as kernels take it. False: the step has failed.
+  bool pass(Round round, const StepKey& key) {
+    for (int to = 0; to < peers_.size; ++to) send_signal<TestWords>(peers_, round, key, to);
+    ++host_.rounds_sent;
+    const Patience patience{kPatience, &host_.abort};
+    bool here = true;
+    for (int from = 0; from < peers_.size; ++from) {
+      here &= await_signal<TestWords>(peers_, round, key, from, patience);
+    }
+    if (here) return true;
+    give_up<TestWords>(peers_, round, key, record);
+    ++host_.gave_up;
+    return false;
+  }
+
+  /// A whole step: every rank reads all rows, and leaves for each a result of it.
+  bool step(const StepKey& key, std::uint64_t number) {
+    Host::Arena& own = arena(peers_.rank);
+    own.row = row(peers_.rank, number);
+    begin_step<TestWords>(peers_);
+    delay();
+    if (!pass(Round::kDispatch, key)) return false;
+    for (int from = 0; from < peers_.size; ++from) own.results[from] = arena(from).row + 1;
+    delay();
+    if (!pass(Round::kReturn, key)) return false;
+    for (int from = 0; from < peers_.size; ++from) {
+      EXPECT_EQ(arena(from).results[peers_.rank], row(peers_.rank, number) + 1);
+    }
+    return true;
+  }
+
+  void delay() {
+    for (unsigned i = random_() % 4; i > 0; --i) doze();
+  }
+  /// When so many signals of a round are sent, nobody waits any more: until so many
+  /// ranks have given up, each of which may begin to wait only now.
+  void let_time_pass(int rounds_sent, int others) {
+    while (host_.rounds_sent < rounds_sent) doze();
+    while (host_.gave_up < others) {
+      TestWords::clock += 2 * kPatience;
+      doze();
+    }
+  }
+  std::string text() const { return to_string(record, peers_.rank, {kPatience, nullptr}); }
+
+  FailureRecord record;
+
+ private:
+  static std::uint64_t row(int rank, std::uint64_t number) {
+    return number * kMostPeers + static_cast<std::uint64_t>(rank);
+  }
+  Host::Arena& arena(int rank) { return host_.arenas[static_cast<std::size_t>(rank)]; }
+
+  Host& host_;
+  const Peers peers_;
+  std::minstd_rand random_;
+};
+
+const StepKey kKey{.layer = 4, .most_tokens = 8, .topk = 2, .row_bytes = 128};
+
+TEST(PeerProtocolTest, NobodyReadsTooEarlyOrWritesTooEarlyAgain) {
+  // 2 * 2 * (2 + 3 + 5 + 8) * 1400: 10^5 delays.
+  for (const int size : {2, 3, 5, 8}) {
+    Host host(size);
+    host.run([&](int rank) {
+      Rank self(host, rank);
+      for (std::uint64_t number = 1; number <= 1400; ++number) {
+        StepKey key = kKey;
+        key.layer = static_cast<std::uint32_t>(number % 3);
+        ASSERT_TRUE(self.step(key, number)) << self.text();
+      }
+    });
+  }
+}
+
+TEST(PeerProtocolTest, EpochsStartAgain) {
+  Host host(2);
+  for (Host::Arena& arena : host.arenas) {
+    arena.head.epoch = 0xFFFFFFFD;
+    for (auto& round : arena.head.lines) {
+      for (SignalLine& line : round) line.flag = flag_of(arena.head.epoch, kKey);
+    }
+  }
+  host.run([&](int rank) {
+    Rank self(host, rank);
+    for (std::uint64_t number = 1; number <= 6; ++number) ASSERT_TRUE(self.step(kKey, number));
+  });
+}
+
+TEST(PeerProtocolTest, WhoDiesOrStopsIsNamedByAllOthers) {
+  for (const Round round : {Round::kDispatch, Round::kReturn}) {
+    for (const int dead : {0, 2}) {
+      Host host(4);
+      host.run([&](int rank) {
+        Rank self(host, rank);
+        for (std::uint64_t number = 1; number <= 20; ++number) ASSERT_TRUE(self.step(kKey, number));
+        if (rank != dead) {
+          EXPECT_FALSE(self.step(kKey, 21));
+          EXPECT_EQ(self.record.is_written, 1U);
+          EXPECT_EQ(self.record.late, 1U << dead);
+          EXPECT_EQ(self.record.epoch, 21U);
+          EXPECT_EQ(self.record.round, static_cast<std::uint32_t>(round));
+          EXPECT_FALSE(self.step(kKey, 22)) << "dead for good";
+          return;
+        }
+        if (round == Round::kReturn) {
+          begin_step<TestWords>(host.peers(rank));
+          ASSERT_TRUE(self.pass(Round::kDispatch, kKey));
+        }
+        const int rounds = 2 * 20 + static_cast<int>(round);
+        self.let_time_pass(4 * rounds + 3, 3);
+      });
+    }
+  }
+}
+
+TEST(PeerProtocolTest, WhoIsInAnotherStepIsNamedByAllAndNamesThem) {
+  struct Case {
+    StepKey other;
+    const char* text;
+  };
+  for (const Case& each : {Case{{5, 8, 2, 128, 0}, "rank 0 has layer 4, it layer 5"},
+                           Case{{4, 16, 2, 128, 0}, "at most 8 tokens, it at most 16 tokens"},
+                           Case{{4, 8, 1, 128, 0}, "top-2, it top-1"},
+                           Case{{4, 8, 2, 64, 0}, "rows of 128 bytes, it rows of 64 bytes"},
+                           Case{{4, 8, 2, 128, 1}, "placement 0, it placement 1"}}) {
+    Host host(3);
+    host.run([&](int rank) {
+      Rank self(host, rank);
+      ASSERT_TRUE(self.step(kKey, 1));
+      EXPECT_FALSE(self.step(rank == 1 ? each.other : kKey, 2));
+      EXPECT_EQ(self.record.different, rank == 1 ? 0b101U : 0b010U);
+      EXPECT_EQ(self.record.theirs, rank == 1 ? kKey : each.other);
+      if (rank == 0) {
+        EXPECT_EQ(self.text().find("rank 1 does not match rank 0 in the dispatch of layer 4: "), 0U)
+            << self.text();
+        EXPECT_NE(self.text().find(each.text), std::string::npos) << self.text();
+      }
+    });
+  }
+}
+
+// To a rank that is a step ahead the other is late, or in another step where it sent nothing yet.
+TEST(PeerProtocolTest, ALostStepIsNamed) {
+  Host host(2);
+  begin_step<TestWords>(host.peers(1));
+  host.run([&](int rank) {
+    Rank self(host, rank);
+    if (rank == 1) {
+      std::jthread time([&] { self.let_time_pass(2, 2); });
+      EXPECT_FALSE(self.step(kKey, 1));
+      EXPECT_EQ(self.record.late | self.record.different, 1U);
+      return;
+    }
+    EXPECT_FALSE(self.step(kKey, 1));
+    EXPECT_EQ(self.record.different, 2U);
+    EXPECT_NE(self.text().find("step 1, it step 2"), std::string::npos) << self.text();
+  });
+}
+
+TEST(PeerProtocolTest, TheHostEndsAWait) {
+  Host host(2);
+  host.run([&](int rank) {
+    if (rank == 1) {
+      while (host.rounds_sent < 1) doze();
+      HostWords::store(&host.abort, 1);
+      return;
+    }
+    Rank self(host, rank);
+    EXPECT_FALSE(self.step(kKey, 1));
+    EXPECT_EQ(self.record.told, 1U);
+    EXPECT_EQ(self.text(), "rank 0 was told to end the dispatch of layer 4");
+  });
+}
+
+TEST(PeerProtocolTest, TheDeadSendNothing) {
+  Host host(2);
+  const Peers peers = host.peers(0);
+  peers.own().dead = 1;
+  begin_step<TestWords>(peers);
+  send_signal<TestWords>(peers, Round::kDispatch, kKey, 1);
+  EXPECT_EQ(peers.own().epoch, 0U);
+  EXPECT_EQ(host.arenas[1].head.lines[0][0].flag, 0U);
+}
+
+TEST(PeerProtocolTest, TheTextNamesWhoIsLate) {
+  FailureRecord record;
+  record.round = 1;
+  record.late = 0b1001;
+  record.mine = kKey;
+  EXPECT_EQ(to_string(record, 1, {500000000, nullptr}),
+            "rank 1 waited 500 ms for ranks 0, 3 in the return of layer 4");
+}
+
+}  // namespace fusedmoe::cuda::peer_protocol_test
