@@ -40,14 +40,16 @@ void Progress::update(std::int64_t done, std::int64_t total) {
 
   const double share = static_cast<double>(done) / static_cast<double>(total);
   const double elapsed = std::chrono::duration<double>(now - start_).count();
-  const double left = share > 0 ? elapsed / share - elapsed : 0;
+  // The first percent says little of the others: it waits for memory and files.
+  const std::string left =
+      share < 0.01 ? "" : fmt::format(", about {:.0f} s left", elapsed / share - elapsed);
   if (!terminal_) {
-    log(Level::kInfo, fmt::format("{}: {:.0f} %, about {:.0f} s left", what_, 100 * share, left));
+    log(Level::kInfo, fmt::format("{}: {:.0f} %{}", what_, 100 * share, left));
     return;
   }
   constexpr int kWidth = 40;
   const int filled = static_cast<int>(share * kWidth);
-  fmt::print(stderr, "\r\033[K{} [{:#<{}}{:.<{}}] {:3.0f} % {:.0f} s left", what_, "", filled, "",
+  fmt::print(stderr, "\r\033[K{} [{:#<{}}{:.<{}}] {:3.0f} %{}", what_, "", filled, "",
              kWidth - filled, 100 * share, left);
   std::fflush(stderr);
   drawn_ = true;

@@ -37,7 +37,7 @@ check_manual() {
 
 check_sdist() {
   local info missing
-  missing=$(comm -23 <(git ls-files CMakeLists.txt cli cmake include python src | sort) \
+  missing=$(comm -23 <(git ls-tree -r --name-only HEAD CMakeLists.txt cli cmake include python src | sort) \
     <(tar -tf "$1" | cut -d / -f 2- | sort))
   [[ -z $missing ]] || fail "$1 lacks what the build needs: $missing"
   info=$(tar -xOf "$1" --wildcards '*/PKG-INFO')

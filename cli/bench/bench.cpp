@@ -140,7 +140,7 @@ bool run_scheme(const BenchCommand& options, const BenchSubject& subject, const 
   const std::string what = fmt::format("{} {}", subject.name, scheme);
   std::unique_ptr<LayerBench> bench;
   {
-    Progress progress("packing " + what);
+    Progress progress("Packing " + what);
     const auto update = [&](std::int64_t done, std::int64_t total) {
       progress.update(done, total);
     };
@@ -148,7 +148,7 @@ bool run_scheme(const BenchCommand& options, const BenchSubject& subject, const 
                                           : make_device_bench(std::move(bench_options), update);
   }
   bool right = true;
-  Progress progress("timing " + what);
+  Progress progress("Timing " + what);
   for (std::size_t i = 0; i < tokens.size(); ++i) {
     progress.update(static_cast<std::int64_t>(i), static_cast<std::int64_t>(tokens.size()));
     ReportRow row{subject.name, scheme, options.dtype, bench->implementation(),

@@ -106,7 +106,7 @@ void tune(const TuneOptions& options, const BenchSubject& subject, const std::st
 
   std::unique_ptr<LayerBench> bench;
   {
-    Progress progress("packing " + what);
+    Progress progress("Packing " + what);
     bench = make_device_bench(bench_options, [&](std::int64_t done, std::int64_t total) {
       progress.update(done, total);
     });
