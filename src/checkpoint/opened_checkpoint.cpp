@@ -42,10 +42,19 @@ std::string_view first_segment(std::string_view name) {
   return name.substr(0, name.find('.'));
 }
 
+/// "experts"; of llama.cpp's names "ffn_up_exps", "ffn_gate_inp_shexp" and "exp_probs_b". Norms lie
+/// before the block.
+bool is_of_experts(std::string_view segment) {
+  const auto has = [&](std::string_view text) { return segment.find(text) != segment.npos; };
+  return segment == "experts" || segment.starts_with("exp_probs_") ||
+         (segment.starts_with("ffn_") && !has("norm") &&
+          (has("_exps") || has("_shexp") || has("_chexps")));
+}
+
 bool has_experts_segment(std::string_view name) {
   while (!name.empty()) {
     const std::string_view segment = first_segment(name);
-    if (segment == "experts") return true;
+    if (is_of_experts(segment)) return true;
     name.remove_prefix(std::min(segment.size() + 1, name.size()));
   }
   return false;

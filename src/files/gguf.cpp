@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <vector>
 
 #include "core/check.h"
+#include "files/json.h"
 #include "files/safetensors_header.h"
 
 namespace fusedmoe::files {
@@ -104,9 +104,6 @@ std::uint64_t number_bytes(std::uint32_t type) {
 }
 
 nlohmann::json number_of(Reader& reader, std::uint32_t type) {
-  const auto finite = [](double value) {
-    return std::isfinite(value) ? nlohmann::json(value) : nlohmann::json();
-  };
   switch (type) {
     case 0:
       return reader.number<std::uint8_t>();
@@ -121,7 +118,7 @@ nlohmann::json number_of(Reader& reader, std::uint32_t type) {
     case 5:
       return reader.number<std::int32_t>();
     case 6:
-      return finite(reader.number<float>());
+      return number_json(reader.number<float>());
     case 7:
       return reader.number<std::uint8_t>() != 0;
     case 10:
@@ -129,7 +126,7 @@ nlohmann::json number_of(Reader& reader, std::uint32_t type) {
     case 11:
       return reader.number<std::int64_t>();
     default:
-      return finite(reader.number<double>());
+      return number_json(reader.number<double>());
   }
 }
 

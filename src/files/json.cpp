@@ -1,6 +1,7 @@
 #include "files/json.h"
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
@@ -105,15 +106,47 @@ class KeyListener final : public Listener {
   std::map<std::string, Object> found_;
 };
 
+/// What transformers writes for numbers that JSON does not have.
+nlohmann::json tagged_float(std::string_view word) {
+  return {{"__float__", word}};
+}
+
+/// Python writes such numbers as bare words, which published configs hold.
+std::string with_tagged_floats(std::string_view text) {
+  std::string result;
+  result.reserve(text.size());
+  bool in_string = false;
+  for (std::size_t at = 0; at < text.size();) {
+    std::size_t size = 1;
+    if (in_string && text[at] == '\\') {
+      size = std::min<std::size_t>(2, text.size() - at);
+    } else if (text[at] == '"') {
+      in_string = !in_string;
+    } else if (!in_string) {
+      for (const std::string_view word : {"NaN", "Infinity", "-Infinity"}) {
+        if (!text.substr(at).starts_with(word)) continue;
+        result += tagged_float(word).dump();
+        size = 0;
+        at += word.size();
+        break;
+      }
+    }
+    result += text.substr(at, size);
+    at += size;
+  }
+  return result;
+}
+
 }  // namespace
 
-nlohmann::json parse_json_object(std::string_view text, std::size_t max_bytes,
+nlohmann::json parse_json_object(std::string_view given, std::size_t max_bytes,
                                  const std::string& label) {
   constexpr int kMaxDepth = 64;
-  FUSEDMOE_CHECK_FILE(text.size() <= max_bytes, label, core::format("{} bytes", text.size()),
+  FUSEDMOE_CHECK_FILE(given.size() <= max_bytes, label, core::format("{} bytes", given.size()),
                       core::format("at most {} bytes", max_bytes));
+  const std::string text = with_tagged_floats(given);
   // The parser takes a NUL for the end and would ignore what follows.
-  FUSEDMOE_CHECK_FILE(text.find('\0') == std::string_view::npos, label, "text with a NUL byte",
+  FUSEDMOE_CHECK_FILE(text.find('\0') == std::string::npos, label, "text with a NUL byte",
                       "valid JSON");
   DepthListener depth(kMaxDepth);
   nlohmann::json::sax_parse(text.begin(), text.end(), &depth);
@@ -124,18 +157,24 @@ nlohmann::json parse_json_object(std::string_view text, std::size_t max_bytes,
     tree = nlohmann::json::parse(text.begin(), text.end());
   } catch (const nlohmann::json::exception& error) {
     // "[json.exception.parse_error.101] parse error at line 1, column 2: ..."
-    std::string_view text = error.what();
-    if (const std::size_t end = text.find("] "); end != text.npos) text.remove_prefix(end + 2);
-    throw Error::io(label, core::format("{}: not valid JSON: {}", label, text));
+    std::string_view what = error.what();
+    if (const std::size_t end = what.find("] "); end != what.npos) what.remove_prefix(end + 2);
+    throw Error::io(label, core::format("{}: not valid JSON: {}", label, what));
   }
   FUSEDMOE_CHECK_FILE(tree.is_object(), label, tree.type_name(), "a JSON object");
   return tree;
 }
 
+nlohmann::json number_json(double value) {
+  if (std::isfinite(value)) return value;
+  return tagged_float(std::isnan(value) ? "NaN" : value > 0 ? "Infinity" : "-Infinity");
+}
+
 std::map<std::string, std::vector<std::string>> keys_in_order(
-    std::string_view text, std::span<const std::string_view> within,
+    std::string_view given, std::span<const std::string_view> within,
     std::span<const std::string_view> keys) {
   KeyListener listener(within, keys);
+  const std::string text = with_tagged_floats(given);
   nlohmann::json::sax_parse(text.begin(), text.end(), &listener);
   return listener.take();
 }

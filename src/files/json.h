@@ -17,8 +17,12 @@ inline constexpr std::size_t kMaxConfigBytes = std::size_t{32} << 20;
 inline constexpr std::size_t kMaxIndexBytes = std::size_t{64} << 20;
 
 /// Parses an object; Error naming `label` for bad JSON, nesting deeper than 64 or another value.
+/// NaN, Infinity and -Infinity, as Python writes them, become {"__float__": "NaN"}.
 nlohmann::json parse_json_object(std::string_view text, std::size_t max_bytes,
                                  const std::string& label);
+
+/// A number; one that JSON does not have becomes {"__float__": "NaN"}, too.
+nlohmann::json number_json(double value);
 
 /// The keys of the objects that lie under one of these keys, below an object under `within`, in the
 /// order of the text: those that lie least deep. For text that parse_json_object accepts.

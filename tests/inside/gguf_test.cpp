@@ -260,6 +260,35 @@ std::string load_error(const std::string& bytes) {
       [&] { Checkpoint::parse(bytes.data(), bytes.size(), "file.gguf").load_layer(0); });
 }
 
+// They would be left out of the sum, or of the choice.
+TEST(GgufTest, TensorsOfExpertsThatTheFamilyDoesNotHaveAreNamed) {
+  const std::string old = "check.output";
+  for (const std::string name : {"blk.0.ffn_gate_shexp.weight_of_another_model",
+                                 "blk.0.exp_probs_b.bias_of_no_router_in_here_",
+                                 "blk.0.ffn_gate_chexps.weight_of_others_here_"}) {
+    std::string bytes = bytes_of("qwen3moe-Q8_0");
+    const std::size_t at = bytes.find(le(old.size(), 8) + old);
+    ASSERT_NE(at, std::string::npos);
+    ASSERT_EQ(name.size(), old.size() + 32) << "the data stay aligned";
+    bytes.replace(at, 8 + old.size(), le(name.size(), 8) + name);
+    EXPECT_NE(load_error(bytes).find(name + ": unexpected"), std::string::npos)
+        << load_error(bytes);
+  }
+}
+
+TEST(GgufTest, NumbersThatAreNoneAreNotTakenForAbsent) {
+  for (const char* name : {"nan", "inf", "-inf"}) {
+    std::string bytes = bytes_of("deepseek2-Q8_0");
+    const std::string key = std::string("deepseek2.expert_weights_scale") + le(6, 4);
+    const std::size_t at = bytes.find(key);
+    ASSERT_NE(at, std::string::npos);
+    const float value = std::strtof(name, nullptr);
+    std::memcpy(bytes.data() + at + key.size(), &value, sizeof value);
+    EXPECT_NE(load_error(bytes).find("config.expert_weights_scale: was "), std::string::npos)
+        << load_error(bytes);
+  }
+}
+
 void replace_all(std::string& bytes, const std::string& from, const std::string& to) {
   ASSERT_NE(bytes.find(from), std::string::npos) << from;
   for (std::size_t at = bytes.find(from); at != std::string::npos; at = bytes.find(from, at + 1)) {
