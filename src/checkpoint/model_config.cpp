@@ -123,15 +123,20 @@ Activation activation_of(const FamilyRow& row, const Settings& settings) {
   }};
   const auto* found = std::find_if(kGated.begin(), kGated.end(),
                                    [&](const auto& entry) { return entry.first == act; });
-  const bool ours = act.starts_with("swiglu") || act.ends_with("_no_mul");
-  FUSEDMOE_CHECK_SUPPORTED(ours || found != kGated.end(), kActivation,
-                           settings.label(row.activation), files::quote(act),
-                           "silu, gelu or gelu_pytorch_tanh");
-  const Activation activation = found != kGated.end() ? found->second : parse_activation(act);
-  FUSEDMOE_CHECK_SUPPORTED(is_gated(activation) == row.gated, kActivation,
+  std::optional<Activation> activation;
+  if (found != kGated.end()) activation = found->second;
+  for (const Activation ours :
+       {Activation::kSwigluOai, Activation::kSwigluOaiUninterleave, Activation::kSwigluStep,
+        Activation::kSiluNoMul, Activation::kGeluNoMul, Activation::kGeluTanhNoMul,
+        Activation::kRelu2NoMul}) {
+    if (act == name(ours)) activation = ours;
+  }
+  FUSEDMOE_CHECK_SUPPORTED(activation, kActivation, settings.label(row.activation),
+                           files::quote(act), "silu, gelu or gelu_pytorch_tanh");
+  FUSEDMOE_CHECK_SUPPORTED(is_gated(*activation) == row.gated, kActivation,
                            settings.label(row.activation), files::quote(act),
                            row.gated ? "one with a gate" : "one without a gate");
-  return activation;
+  return *activation;
 }
 
 void set_activation(const FamilyRow& row, const Settings& settings, ModelConfig& model) {

@@ -110,6 +110,7 @@ bool says_the_same(const FamilyRow& row, const std::string& key, const nlohmann:
   if (key == "scoring_func" || key == "score_function" || key == "score_func") {
     return value.is_string() && row.scoring.otherwise == value.get<std::string>();
   }
+  if (key == "use_grouped_topk") return value == !row.num_groups.keys.empty();
   // GGUF: 1 is softmax, 2 sigmoid, 3 softmax of the chosen.
   if (key == "expert_gating_func") {
     const std::string scoring = row.scoring.otherwise.value_or("");

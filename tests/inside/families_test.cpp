@@ -192,6 +192,39 @@ TEST(UnknownKeysTest, PublishedKeysAreAccepted) {
   }
 }
 
+// Nemotron publishes "time_step_limit": [0.0, Infinity].
+TEST(ConfigTextTest, NumbersThatOnlyPythonWritesAreRead) {
+  std::string text =
+      config_of(*checkpoint::find_family("deepseek_v3"), {{"name", "Infinity, \"NaN\" \\"}});
+  text.erase(text.rfind('}'));
+  const std::string time = R"(, "time_step_limit": [0.0, Infinity, -Infinity, NaN]})";
+  EXPECT_EQ(parse_model_config(text + time).hidden, 64);
+  const std::string error = testing::error_text(
+      [&] { parse_model_config(text + R"(, "routed_scaling_factor": Infinity})"); });
+  EXPECT_NE(error.find("config.routed_scaling_factor: was object; must be a finite number"),
+            std::string::npos)
+      << error;
+  for (const char* word : {"Nan", "infinity", "InfinityNaN", "+Infinity"}) {
+    EXPECT_THROW(parse_model_config(text + R"(, "time_step_limit": )" + word + "}"), Error) << word;
+  }
+}
+
+TEST(UnknownKeysTest, GroupsAreChosenWhereTheFamilyDoesSo) {
+  EXPECT_EQ(error_with("deepseek_v3", {{"use_grouped_topk", true}}), "no error");
+  EXPECT_EQ(error_with("qwen3_moe", {{"use_grouped_topk", false}}), "no error");
+  EXPECT_NE(error_with("deepseek_v3", {{"use_grouped_topk", false}}), "no error");
+  EXPECT_NE(error_with("qwen3_moe", {{"use_grouped_topk", true}}), "no error");
+}
+
+TEST(ActivationNamesTest, OthersAreRefusedByTheirKey) {
+  for (const char* name : {"SiLU", "swiglu", "swiglu_exact", "tanh_no_mul", "situ"}) {
+    const std::string error = error_with("qwen3_moe", {{"hidden_act", name}});
+    EXPECT_NE(error.find(std::string("config.hidden_act: was \"") + name + "\"; must be silu"),
+              std::string::npos)
+        << error;
+  }
+}
+
 TEST(UnknownKeysTest, EveryFamilyRefusesKeysOfTheExpertsThatItDoesNotKnow) {
   const nlohmann::json invented{
       {"expert_output_scale", 0.5}, {"router_logit_scale", 2},       {"moe_score_func", "tanh"},
