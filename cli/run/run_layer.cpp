@@ -59,8 +59,10 @@ LayerWeights load_weights(const RunOptions& options, const Checkpoint& checkpoin
                 fmt::format("a scheme that differs from {} in dynamic activations", name(stored)));
   }
   weights.experts.scheme = wanted;
+  weights.experts.scheme_source = "--scheme";
   if (weights.shared_experts && weights.shared_experts->weights.scheme == stored) {
     weights.shared_experts->weights.scheme = wanted;
+    weights.shared_experts->weights.scheme_source = "--scheme";
   }
   return weights;
 }

@@ -262,7 +262,9 @@ struct ForwardArgs {
   Preparation preparation;
   /// Scales of quantized hidden states (e4m3 or i8): (1, 1) per tensor, or (num_tokens, 1) where
   /// rows come from ranks that have a dynamic one each; (num_tokens, 1) per token, (num_tokens,
-  /// groups) per group; batched (1, 1) and (E, max_tokens, ...). Undefined otherwise.
+  /// groups) per group; batched (1, 1) and (E, max_tokens, ...). Undefined otherwise. The scale of
+  /// a static key is that of the weights (PackedWeights::Info::a1_scale): another one is an Error
+  /// on the CPU; on CUDA, where only the device could read it, it is not looked at.
   TensorView hidden_scales;
   /// (num_tokens) or null. If it is not null, row i lies at row_addresses[i] and not in
   /// hidden_states, which then gives only shape and dtype; the address of a row that no expert

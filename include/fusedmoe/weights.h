@@ -93,6 +93,9 @@ enum class ScaleLayout {
 /// `reference`, which reads the published form, keeps the owners or copies what is borrowed.
 struct FUSEDMOE_API ExpertWeights {
   QuantScheme scheme;
+  /// What says that, with which errors about it begin: "FILE: layer 0: config.KEY". Empty: the
+  /// caller, or the tensors themselves.
+  std::string scheme_source{};
   std::int64_t hidden = 0;
   std::int64_t intermediate = 0;  ///< per expert, after gating
   Activation activation = Activation::kSilu;

@@ -65,6 +65,7 @@ struct TensorSpec {
 struct LinearStorage {
   const LinearLayout* layout = nullptr;  ///< null: not quantized, or not in linear layers
   QuantScheme scheme{};                  ///< where they are quantized; without `down`
+  std::string source{};                  ///< which words of the config say so
 
   explicit operator bool() const { return layout != nullptr; }
 };

@@ -3,12 +3,14 @@
 
 #include <algorithm>
 #include <set>
-#include <tuple>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "checkpoint/causes_beside.h"
 #include "checkpoint/layer_formats.h"
 #include "checkpoint/model_config.h"
+#include "checkpoint/named_formats.h"
 #include "core/check.h"
 #include "fusedmoe/quant.h"
 
@@ -20,45 +22,6 @@ struct Change {
   std::string text;
   ModelConfig model;
 };
-
-/// A format of weights, and the scheme that is known by it.
-struct NamedFormat {
-  CheckpointLayout layout;
-  QuantScheme scheme;
-};
-
-int count_differences(const QuantKey& a, const QuantKey& b) {
-  return (a.value != b.value) + (a.group != b.group) + (a.symmetric != b.symmetric) +
-         (a.scale != b.scale);
-}
-
-/// Every format that files hold, of each layout: those that resemble this one most come first.
-std::vector<NamedFormat> formats_like(CheckpointLayout layout, const QuantScheme& scheme) {
-  using enum CheckpointLayout;
-  std::vector<NamedFormat> formats;
-  for (const CheckpointLayout each : {kFp8, kCompressedTensors, kModelOpt, kGptq, kGptqV2, kAwq}) {
-    for (const NamedScheme& named : named_schemes()) {
-      if (linear_layouts(each, named.scheme.weights).empty()) continue;
-      formats.push_back({each, named.scheme});
-    }
-  }
-  const auto distance = [&](const NamedFormat& format) {
-    return std::tuple(format.layout != layout,
-                      count_differences(format.scheme.weights, scheme.weights),
-                      format.scheme.activations != scheme.activations);
-  };
-  std::stable_sort(formats.begin(), formats.end(),
-                   [&](const auto& a, const auto& b) { return distance(a) < distance(b); });
-  // Of the schemes that store the same tensors the first one speaks for all.
-  std::vector<NamedFormat> result;
-  for (const NamedFormat& format : formats) {
-    const bool known = std::any_of(result.begin(), result.end(), [&](const NamedFormat& other) {
-      return other.layout == format.layout && other.scheme.weights == format.scheme.weights;
-    });
-    if (!known) result.push_back(format);
-  }
-  return result;
-}
 
 class Changes {
  public:
@@ -173,21 +136,9 @@ class Changes {
                         std::move(changed)});
   }
 
-  /// What the names of integer formats mean, where these differ.
-  static std::string difference(const QuantKey& was, const QuantKey& is) {
-    const auto bits = [](const QuantKey& key) {
-      return key.value == DType::kI4 ? 4 : key.value == DType::kU8 ? 8 : 0;
-    };
-    if (bits(was) == 0 || bits(is) == 0) return {};
-    if (bits(was) != bits(is)) return core::format(" ({} bits)", bits(is));
-    if (was.group == is.group) return {};
-    return is.group.cols < 0 ? " (one group for each row)"
-                             : core::format(" (groups of {})", is.group.cols);
-  }
-
   /// Which matrices of the experts another format is tried for.
   struct Target {
-    const char* words;
+    std::string_view words;
     bool first, down;
   };
 
@@ -200,13 +151,10 @@ class Changes {
                  .experts(model_.router.num_experts);
     }
     const bool mixed = said.first.scheme != said.down.scheme;
-    const QuantScheme like = layout_.storage.experts.scheme;
-    for (const NamedFormat& format : formats_like(model_.layout, like)) {
+    for (const NamedFormat& format :
+         formats_like({model_.layout, layout_.storage.experts.scheme})) {
       if (!said.first.scheme && !said.down.scheme) {
-        add_format(format, kAll, said,
-                   core::format("the config has no entry that quantizes the experts, but their "
-                                "tensors are {} in the layout {}",
-                                name(format.scheme), name(format.layout)));
+        add_format(format, kAll, said, contradiction(kAll.words, {}, model_.layout, format));
         continue;
       }
       const bool one_layout = format.layout == model_.layout;
@@ -215,16 +163,7 @@ class Changes {
         const ModuleFormat& was = target.first ? said.first : said.down;
         if (!was.scheme || (all ? mixed && one_layout : !one_layout)) continue;
         if (one_layout && was.scheme->weights == format.scheme.weights) continue;
-        const auto of_layout = [&](CheckpointLayout layout) {
-          return one_layout ? std::string() : core::format(" in the layout {}", name(layout));
-        };
-        add_format(format, target, said,
-                   core::format("{} says that the {} are {}{}, but their tensors are {}{}",
-                                was.source.empty() ? "config.quantization_config" : was.source,
-                                target.words, name(*was.scheme), of_layout(model_.layout),
-                                name(format.scheme),
-                                one_layout ? difference(was.scheme->weights, format.scheme.weights)
-                                           : of_layout(format.layout)));
+        add_format(format, target, said, contradiction(target.words, was, model_.layout, format));
       }
     }
   }
@@ -269,6 +208,8 @@ std::string cause_of_misfits(const ModelConfig& model, const Block& block, std::
   constexpr std::size_t kTensorsOfAnExpert = 12;  // about: four parts of three matrices
   // Tensors to look at in all tries together: a second or two.
   std::size_t budget = std::size_t{1} << 20;
+  const std::optional<BesideCause> beside = cause_beside_experts(model, block);
+  if (beside && beside->misfits == misfits) return beside->text;
   std::string text;
   ModelConfig now = model;
   std::size_t left = misfits;
@@ -290,7 +231,10 @@ std::string cause_of_misfits(const ModelConfig& model, const Block& block, std::
     text += (text.empty() ? "" : "; ") + best->text;
     now = std::move(best->model);
   }
-  return left < misfits / 2 || left == 0 ? text : std::string();
+  if (left > 0 && left >= misfits / 2) text.clear();
+  // What is said of the experts may be true of the layers beside them, too.
+  if (!beside || (!text.empty() && !cause_beside_experts(now, block))) return text;
+  return text.empty() ? beside->text : core::format("{}; {}", text, beside->text);
 }
 
 std::string cause_of_missing_input_scales(const ModelConfig& model, const Block& block,

@@ -145,6 +145,8 @@ bool stacks_fit(const ModelConfig& model, const Block& block, const std::string&
   return fits(w1->second, model.experts_hidden()) && fits(w2->second, model.intermediate);
 }
 
+constexpr std::string_view kOneSharedFormat = "the shared experts must have one format";
+
 /// The storage of modules, by the rules and the tensors that are there; and for stacks, of whose
 /// tensors' names there are several kinds, which it is.
 class StorageFinder {
@@ -161,27 +163,27 @@ class StorageFinder {
     choose_names_in_rules();
     const ExpertFormats formats = modules_.experts(model_.router.num_experts);
     modules_.check_transforms(block_.prefix + layer_of(layout_.router));
-    const auto formats_of = [&](const auto& storage_of_layer) {
-      const std::vector<LinearLayer> experts = expert_layers(model_, layout_, 0);
-      storage.experts = storage_of_layer(experts.front(), formats.first);
-      storage.down = storage_of_layer(experts.back(), formats.down);
-    };
-    const auto by_format = [&](const LinearLayer& layer, const ModuleFormat& format) {
-      return format.scheme ? storage_of(rules_.layout, *format.scheme, block_, layer)
-                           : LinearStorage{};
-    };
     if (layout_.experts->storage == ExpertStorage::kMxfp4) {
-      if (formats.first.scheme) storage.experts.scheme = *formats.first.scheme;
-      if (formats.down.scheme) storage.down.scheme = *formats.down.scheme;
+      const auto by_config = [](const ModuleFormat& format) {
+        if (!format.scheme) return LinearStorage{};
+        return LinearStorage{nullptr, *format.scheme, source_of(format)};
+      };
+      storage.experts = by_config(formats.first);
+      storage.down = by_config(formats.down);
     } else if (!was_mxfp4()) {
       if (layout_.experts->storage != ExpertStorage::kPerExpert) choose_naming(formats.first);
-      if (formats.mixture) formats_of(by_format);
-      if (formats.mixture && !all_fit(storage)) throw Error(*formats.mixture);
-      formats_of([&](const LinearLayer& layer, const ModuleFormat& format) {
+      const std::vector<LinearLayer> experts = expert_layers(model_, layout_, 0);
+      const LinearStorage first = by_format(experts.front(), formats.first),
+                          down = by_format(experts.back(), formats.down);
+      if (formats.mixture && !all_fit(first, down)) throw Error(*formats.mixture);
+      const auto checked = [&](const LinearLayer& layer, const ModuleFormat& format,
+                               const LinearStorage& stored) {
         if (formats.linear && layer.experts > 0 && is_plain(block_, layer)) return LinearStorage{};
         check_agreement(layer, format);
-        return is_read(format) ? by_format(layer, format) : LinearStorage{nullptr, *format.scheme};
-      });
+        return is_read(format) ? stored : LinearStorage{nullptr, *format.scheme, source_of(format)};
+      };
+      storage.experts = checked(experts.front(), formats.first, first);
+      storage.down = checked(experts.back(), formats.down, down);
     }
     if (model_.shared_intermediate > 0) {
       const std::vector<LinearLayer> shared = shared_layers(model_, layout_);
@@ -208,11 +210,23 @@ class StorageFinder {
     if (agree(own)) modules_ = std::move(own);
   }
 
-  /// Whether what the rules say is quantized is that in the file.
+  /// As the rules say that it is stored.
+  LinearStorage by_format(const LinearLayer& layer, const ModuleFormat& format) const {
+    if (!format.scheme) return {};
+    LinearStorage storage = storage_of(rules_.layout, *format.scheme, block_, layer);
+    storage.source = source_of(format);
+    return storage;
+  }
+
+  /// Whether the experts' tensors are what the rules say; of stacks, whether both are quantized.
   bool agree(LayerModules& modules) const {
     try {
       const ExpertFormats formats = modules.experts(model_.router.num_experts);
       const std::vector<LinearLayer> layers = expert_layers(model_, layout_, 0);
+      if (layout_.experts->storage == ExpertStorage::kPerExpert) {
+        return all_fit(by_format(layers.front(), formats.first),
+                       by_format(layers.back(), formats.down));
+      }
       return is_plain(block_, layers.front()) == !formats.first.scheme &&
              is_plain(block_, layers.back()) == !formats.down.scheme;
     } catch (const Error&) {
@@ -246,7 +260,7 @@ class StorageFinder {
   /// The config and the tensors must agree about what is quantized.
   void check_agreement(const LinearLayer& layer, const ModuleFormat& format) const {
     const std::string weight = part_name(layer, ".weight");
-    const std::string source = format.source.empty() ? "config.quantization_config" : format.source;
+    const std::string source = source_of(format);
     if (is_plain(block_, layer)) {
       if (!format.scheme) return;
       const DType dtype = block_.tensors.find(weight)->second.tensor.dtype();
@@ -272,7 +286,7 @@ class StorageFinder {
   }
 
   /// Whether every expert has the tensors of these formats.
-  bool all_fit(const BlockStorage& storage) const {
+  bool all_fit(const LinearStorage& first, const LinearStorage& down) const {
     const auto fits = [&](const TensorSpec& spec) {
       const auto found = block_.tensors.find(spec.name);
       if (found == block_.tensors.end()) return !spec.required;
@@ -283,7 +297,7 @@ class StorageFinder {
     for (std::int64_t e = 0; e < model_.router.num_experts; ++e) {
       const std::vector<LinearLayer> layers = expert_layers(model_, layout_, e);
       for (const LinearLayer& layer : layers) {
-        const LinearStorage& own = &layer == &layers.back() ? storage.down : storage.experts;
+        const LinearStorage& own = &layer == &layers.back() ? down : first;
         const auto specs = linear_tensors(layer, own, TensorRole::kExpertWeight);
         if (layer.experts > 0 || !std::all_of(specs.begin(), specs.end(), fits)) return false;
       }
@@ -297,11 +311,30 @@ class StorageFinder {
     const ModuleFormat& format = modules_.beside(layers.front().name);
     check_agreement(layers.front(), format);
     if (!format.scheme) return {};
-    return storage_of(rules_.layout, *format.scheme, block_, layers.front());
+    return by_format(layers.front(), format);
+  }
+
+  /// Gate and up of the shared experts are both quantized, or neither.
+  void check_shared_pair(const LinearLayer& gate, const LinearLayer& up) {
+    if (is_plain(block_, gate) == is_plain(block_, up)) return;
+    const LinearLayer &plain = is_plain(block_, gate) ? gate : up,
+                      &other = is_plain(block_, gate) ? up : gate;
+    if (!has_tensor(block_, other.name)) return;
+    const ModuleFormat plain_format = modules_.beside(plain.name),
+                       other_format = modules_.beside(other.name);
+    check_agreement(plain, plain_format);
+    check_agreement(other, other_format);
+    const std::string source =
+        plain_format.source.empty() ? other_format.source : plain_format.source;
+    throw Error::unsupported(Reason::kQuantScheme, source,
+                             core::format("{} says that {}{} is not quantized and {}{} is {}: {}",
+                                          source, block_.prefix, plain.name, block_.prefix,
+                                          other.name, text_of(other_format), kOneSharedFormat));
   }
 
   /// Gate and up must have one format, and the inputs of all.
   void check_shared(const std::vector<LinearLayer>& layers, const BlockStorage& storage) {
+    if (layers.size() == 3) check_shared_pair(layers[0], layers[1]);
     for (const LinearLayer& layer : layers) {
       const ModuleFormat& format = modules_.beside(layer.name);
       const bool down = &layer == &layers.back();
@@ -312,10 +345,9 @@ class StorageFinder {
       if (*format.scheme == wanted.scheme && same_inputs) continue;
       throw Error::unsupported(
           Reason::kQuantScheme, format.source,
-          core::format("{} says that {}{} is {}, but {}{} is {}: the shared experts must have one "
-                       "format",
-                       format.source, block_.prefix, layer.name, name(*format.scheme),
-                       block_.prefix, layers.front().name, name(wanted.scheme)));
+          core::format("{} says that {}{} is {}, but {}{} is {}: {}", format.source, block_.prefix,
+                       layer.name, name(*format.scheme), block_.prefix, layers.front().name,
+                       name(wanted.scheme), kOneSharedFormat));
     }
   }
 

@@ -28,6 +28,13 @@ constexpr std::size_t kNothingFits = std::numeric_limits<std::size_t>::max();
 /// any number.
 std::size_t misfits_of(const ModelConfig& model, const Block& block);
 
+/// What says the scheme of matrices that are stored so; empty: their tensors.
+std::string scheme_source(const std::string& label, const LinearStorage& first,
+                          const LinearStorage& down) {
+  const std::string& source = first.source.empty() ? down.source : first.source;
+  return source.empty() ? source : core::format("{}: {}", label, source);
+}
+
 class Loader {
  public:
   Loader(const ModelConfig& model, const Block& block,
@@ -82,8 +89,14 @@ class Loader {
     LayerWeights layer;
     layer.router = model_.router;
     layer.router_weights = router_weights();
+    const BlockStorage& storage = layout_.storage;
     layer.experts = experts();
-    if (model_.shared_intermediate > 0) layer.shared_experts = shared_experts();
+    layer.experts.scheme_source = scheme_source(label, storage.experts, storage.down);
+    if (model_.shared_intermediate > 0) {
+      layer.shared_experts = shared_experts();
+      layer.shared_experts->weights.scheme_source =
+          scheme_source(label, storage.shared, storage.shared_down);
+    }
     if (const auto layers = latent_layers(model_, layout_); !layers.empty()) {
       layer.latent = {reader_.plain_matrix(layers[0], layout_.storage.latent),
                       reader_.plain_matrix(layers[1], layout_.storage.latent)};

@@ -20,6 +20,10 @@ std::string text_of(const ModuleFormat& format) {
   return format.scheme ? name(*format.scheme) : "not quantized";
 }
 
+std::string source_of(const ModuleFormat& format) {
+  return format.source.empty() ? "config.quantization_config" : format.source;
+}
+
 std::size_t ModuleRules::add_format(ModuleFormat format) {
   formats_.push_back(std::move(format));
   return formats_.size() - 1;

@@ -24,6 +24,8 @@ struct ModuleFormat {
 };
 /// "mxfp4_w4a16", or "not quantized".
 std::string text_of(const ModuleFormat& format);
+/// Its source, or where it has none the config as a whole.
+std::string source_of(const ModuleFormat& format);
 
 /// An ordered list of rules: names or patterns of modules, and their format. The first one that
 /// fits a module decides.

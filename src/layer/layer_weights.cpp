@@ -129,13 +129,30 @@ MoeConfig layer_config(const LayerWeights& weights, const LayerOptions& options)
   return config;
 }
 
+namespace {
+
+/// select(), whose refusals of a scheme begin with what says it.
+Selection select_for(const ExpertWeights& weights, std::string_view whose, const MoeConfig& config,
+                     std::string_view require) {
+  try {
+    return select(config, require);
+  } catch (const Error& error) {
+    if (error.reason() != Reason::kQuantScheme || weights.scheme_source.empty()) throw;
+    throw Error::unsupported(Reason::kQuantScheme, weights.scheme_source,
+                             core::format("{} gives the {} a scheme that is not served here: {}",
+                                          weights.scheme_source, whose, error.what()));
+  }
+}
+
+}  // namespace
+
 Selection select_routed(const LayerWeights& weights, const LayerOptions& options) {
   MoeConfig config = layer_config(weights, options);
   if (options.plan.empty()) {
     // Only some transports bring the router logits that monolithic experts need: so choose as for
     // those. The selection then stays modular, as the layer makes monolithic experts beside it.
     config.monolithic = options.monolithic && options.parallel.needs_dispatch();
-    Selection selection = select(config, options.require);
+    Selection selection = select_for(weights.experts, "experts", config, options.require);
     selection.config.monolithic = false;
     return selection;
   }
@@ -160,8 +177,9 @@ Selection select_shared(const ExpertWeights& weights, const LayerOptions& option
                    core::format("\"{}\", that of the weights", name(config.scheme)));
     return select(config, plan.shared_experts);
   }
-  if (options.require.empty()) return select(config);
-  return select(config, core::format("{}+no_ep", routed.experts->name()));
+  return select_for(
+      weights, "shared experts", config,
+      options.require.empty() ? std::string() : core::format("{}+no_ep", routed.experts->name()));
 }
 
 }  // namespace fusedmoe::layer

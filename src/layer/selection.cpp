@@ -130,6 +130,40 @@ auto find_by_name(const Implementations& implementations, std::string_view wante
   throw Error::unknown_name("require", wanted, list_names(implementations));
 }
 
+/// The first one that is not another device.
+Reason reason_of(const std::vector<Candidate>& candidates) {
+  for (const Candidate& candidate : candidates) {
+    if (!candidate.support && candidate.support.reason != Reason::kDevice) {
+      return candidate.support.reason;
+    }
+  }
+  return candidates.front().support.reason;
+}
+
+/// A line for each reason that an implementation of the experts gives; the transports that it is
+/// for, where that is not all of them.
+std::string refusals(const std::vector<Candidate>& candidates) {
+  std::string text;
+  for (const ExpertsDescriptor* experts : all_experts()) {
+    std::vector<std::pair<std::string, std::vector<std::string>>> reasons;
+    for (const Candidate& candidate : candidates) {
+      if (candidate.experts != experts) continue;
+      const std::string why =
+          candidate.support ? "only where it is asked for by name" : candidate.support.text;
+      auto found = std::find_if(reasons.begin(), reasons.end(),
+                                [&](const auto& reason) { return reason.first == why; });
+      if (found == reasons.end()) found = reasons.insert(found, {why, {}});
+      found->second.emplace_back(candidate.prepare_finalize->name());
+    }
+    for (const auto& [why, transports] : reasons) {
+      text += core::format(
+          "\n  {}{}: {}", experts->name(),
+          reasons.size() == 1 ? "" : core::format(" with {}", core::join(transports, ", ")), why);
+    }
+  }
+  return text;
+}
+
 Selection select_required(MoeConfig config, std::string_view require) {
   const std::size_t plus = require.find('+');
   const ExpertsDescriptor* experts = find_by_name(all_experts(), require.substr(0, plus));
@@ -205,8 +239,8 @@ Selection select(const MoeConfig& config, std::string_view require) {
                              core::format("{}: {}", to_string(config.device), problem));
   }
   throw Error::unsupported(
-      selection.candidates.front().support.reason, "config",
-      core::format("nothing here runs {}:\n{}", describe(config), selection.table()));
+      reason_of(selection.candidates), "config",
+      core::format("nothing here runs {}:{}", describe(config), refusals(selection.candidates)));
 }
 
 std::string Selection::pair() const {

@@ -23,6 +23,15 @@ void check_counts(const ForwardArgs& args, const ProblemSize& problem, Device de
   }
 }
 
+/// On CUDA reading the value would have to wait: the kernels multiply by that of the weights.
+void check_static_scale(const ForwardArgs& args) {
+  const std::optional<float>& wanted = args.weights->info().a1_scale;
+  if (!wanted || args.hidden_states.numel() == 0) return;
+  const auto given = *args.hidden_scales.as<const float>();
+  FUSEDMOE_CHECK(given == *wanted, "hidden_scales", core::format("{}", given),
+                 core::format("{}, the static scale of the weights", *wanted));
+}
+
 void check_hidden_scales(const ForwardArgs& args, const QuantKey& key, std::int64_t hidden,
                          Device device) {
   const TensorView& x = args.hidden_states;
@@ -34,6 +43,7 @@ void check_hidden_scales(const ForwardArgs& args, const QuantKey& key, std::int6
     shape[x.rank() - 1] = group < 0 ? 1 : ceil_div(hidden, group);
   }
   check_buffer(args.hidden_scales, "hidden_scales", *key.scale, shape, device);
+  if (!key.dynamic && device.is_cpu()) check_static_scale(args);
 }
 
 /// The hidden states as prepare hands them over, and the scales beside them.

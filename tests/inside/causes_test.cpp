@@ -134,6 +134,134 @@ std::vector<Misfit> misfits() {
   };
 }
 
+constexpr const char* kShared = "model.layers.0.mlp.shared_experts.";
+constexpr const char* kFp8Blocks = R"({"quant_method": "fp8", "weight_block_size": [128, 128]})";
+constexpr const char* kGptq4 =
+    R"({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": true})";
+constexpr const char* kGateIgnored =
+    R"({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": true,
+        "dynamic": {"-:.*shared_experts.gate_proj": {}}})";
+
+/// Shared experts in another format than the config says.
+struct SharedMisfit {
+  const char* name;
+  const char* quantization;
+  std::pair<const char*, CheckpointLayout> routed, shared;
+  const char* part;  ///< of the shared experts that has the other format
+  const char* cause;
+};
+
+std::vector<SharedMisfit> shared_misfits() {
+  constexpr std::pair kBlocks{"fp8_block", kFp8}, kTensor{"fp8_tensor", kFp8};
+  constexpr std::pair kInt4{"int4_g32", kGptq}, kInt8{"int8_g32", kGptq},
+      kPlainBits{"bf16", kPlain};
+  return {
+      {"OneScale", kFp8Blocks, kBlocks, kTensor, "",
+       "config.quantization_config says that the shared experts are fp8_block, but their tensors "
+       "are fp8_tensor, so 3 tensors do not fit"},
+      {"OneScaleOfDown", kFp8Blocks, kBlocks, kTensor, "down_proj",
+       "config.quantization_config says that the down matrices of the shared experts are "
+       "fp8_block, but their tensors are fp8_tensor, so 1 tensor does not fit"},
+      {"OtherLayout", kFp8Blocks, kBlocks, kInt4, "",
+       "config.quantization_config says that the shared experts are fp8_block in the layout fp8, "
+       "but their tensors are int4_g32 in the layout gptq, so 18 tensors do not fit"},
+      {"Group",
+       kGptq4,
+       kInt4,
+       {"int4_g128", kGptq},
+       "",
+       "config.quantization_config says that the shared experts are int4_g32, but their tensors "
+       "are int4_g128 (groups of 128), so 6 tensors do not fit"},
+      {"Bits", kGptq4, kInt4, kInt8, "",
+       "config.quantization_config says that the shared experts are int4_g32, but their tensors "
+       "are int8_g32 (8 bits), so 6 tensors do not fit"},
+      {"BitsOfAll", kGptq4, kInt8, kInt8, "",
+       "config.quantization_config says that the experts are int4_g32, but their tensors are "
+       "int8_g32 (8 bits), so 30 tensors do not fit"},
+      {"ZeroPoints",
+       R"({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {
+           "num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}}}})",
+       {"int4_g32", kCt},
+       {"int4_g32_zp", kCt},
+       "",
+       "config.quantization_config.config_groups.\"group_0\" says that the shared experts are "
+       "int4_g32, but their tensors are int4_g32_zp, so 3 tensors do not fit"},
+      {"NoConfig", "null", kPlainBits, kBlocks, "",
+       "the config has no entry that quantizes the shared experts, but their tensors are "
+       "fp8_block_w8a16 in the layout fp8, so 6 tensors do not fit"},
+      {"PlainUp", kGptq4, kInt4, kPlainBits, "up_proj",
+       "config.quantization_config says that model.layers.0.mlp.shared_experts.up_proj is "
+       "int4_g32, but its weight is plain bf16"},
+      {"PlainGate", kGptq4, kInt4, kPlainBits, "gate_proj",
+       "config.quantization_config says that model.layers.0.mlp.shared_experts.gate_proj is "
+       "int4_g32, but its weight is plain bf16"},
+      {"OneScaleOfUp", kFp8Blocks, kBlocks, kTensor, "up_proj",
+       "config.quantization_config says that the up matrices of the shared experts are fp8_block, "
+       "but their tensors are fp8_tensor, so 1 tensor does not fit"},
+      {"PlainGateByConfig", kGateIgnored, kInt4, kPlainBits, "gate_proj",
+       "config.quantization_config.dynamic.\"-:.*shared_experts.gate_proj\" says that "
+       "model.layers.0.mlp.shared_experts.gate_proj is not quantized and "
+       "model.layers.0.mlp.shared_experts.up_proj is int4_g32: the shared experts must have one "
+       "format"},
+  };
+}
+
+class SharedMisfitTest : public ::testing::TestWithParam<SharedMisfit> {};
+
+/// A copy of expert 0, which has the same sizes.
+void set_shared(Parts& parts, const std::filesystem::path& source, const std::string& part) {
+  std::erase_if(parts.tensors,
+                [&](const auto& entry) { return entry.first.starts_with(kShared + part); });
+  const std::string expert = testing::kExperts + "0.";
+  for (const auto& [name, tensor] : testing::tensors_of(source)) {
+    if (!name.starts_with(expert + part)) continue;
+    parts.tensors[kShared + name.substr(expert.size())] = tensor;
+  }
+}
+
+TEST_P(SharedMisfitTest, CauseStandsBeforeTheTensors) {
+  const SharedMisfit& misfit = GetParam();
+  const std::string family = "deepseek_v3-wide";
+  const auto routed = testing::source_of(misfit.routed.first, misfit.routed.second, family);
+  Parts parts(routed);
+  parts.quantization() = nlohmann::json::parse(misfit.quantization);
+  set_shared(parts, routed, "");
+  set_shared(parts, testing::source_of(misfit.shared.first, misfit.shared.second, family),
+             misfit.part);
+  const std::string error = parts.error();
+  EXPECT_NE(error.find(std::string(": ") + misfit.cause), std::string::npos) << error;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, SharedMisfitTest, ::testing::ValuesIn(shared_misfits()),
+                         [](const auto& info) { return std::string(info.param.name); });
+
+// What loads, but is not run by the backend that is asked for.
+TEST(SchemeTest, RefusalsOfABackendBeginWithTheKey) {
+  Parts parts("int4_g32", kCt);
+  parts.quantization()["config_groups"]["group_0"]["input_activations"] = {
+      {"num_bits", 8}, {"type", "float"}, {"strategy", "token"}, {"dynamic", true}};
+  const LayerWeights routed = parts.load();
+  LayerWeights shared = routed;
+  shared.experts = Parts(testing::source_of("bf16", kPlain, "qwen3_moe")).load().experts;
+  shared.shared_experts.emplace().weights = routed.experts;
+  shared.shared_experts->weights.experts.resize(1);
+  const std::string cause =
+      "x.safetensors: layer 0: config.quantization_config.config_groups.\"group_0\" gives the ";
+  for (const char* require : {"", "cpu"}) {
+    LayerOptions options;
+    options.require = require;
+    const auto expect = [&](const LayerWeights& weights, const char* whose) {
+      const std::string error = testing::error_text([&] { MoeLayer(weights, options); });
+      EXPECT_NE(error.find(cause + whose + " a scheme that is not served here"), std::string::npos)
+          << error;
+      const auto lines = std::count(error.begin(), error.end(), '\n') + 1;
+      EXPECT_LE(lines, static_cast<std::ptrdiff_t>(checkpoint::Problems::kMaxLines)) << error;
+    };
+    expect(routed, "experts");
+    expect(shared, "shared experts");
+  }
+}
+
 class MisfitTest : public ::testing::TestWithParam<Misfit> {};
 
 TEST_P(MisfitTest, CauseStandsBeforeTheTensors) {

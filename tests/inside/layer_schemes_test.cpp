@@ -125,6 +125,23 @@ INSTANTIATE_TEST_SUITE_P(
                "config_groups": {"group_0": {"targets": ["Linear"],)" FUSEDMOE_INT4 "}}}",
                              kCompressedTensors,
                              {"int4_g32"}},
+                      // Numbers that only Python writes, before rules whose order counts.
+                      Layers{"OrderBehindInfinity",
+                             "{" FUSEDMOE_GPTQ R"("mse": NaN, "damp_percent": -Infinity,
+               "dataset": "a \"NaN\\", "dynamic": {".*layers\\.0.*": {"bits": 8},
+               ".*": {"bits": 4}}})",
+                             kGptq,
+                             {"int8_g32", "int4_g32"}},
+                      Layers{"BitsOfAnotherPrefix",
+                             "{" FUSEDMOE_GPTQ R"("dynamic":
+               {"+:^model\\.language_model\\.layers\\..*": {"bits": 8}}})",
+                             kGptq,
+                             {"int4_g32"}},
+                      Layers{"OtherPrefixFits",
+                             R"({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": true,
+               "dynamic": {"+:^model\\.language_model\\.layers\\..*": {"bits": 4}}})",
+                             kGptq,
+                             {"int4_g32"}},
                       Layers{"GptqAllButExperts",
                              "{" FUSEDMOE_GPTQ R"("dynamic":
                {"-:^(?!.*layers\\.1\\.mlp\\.experts).*": {}}})",

@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include "cpu/experts.h"
+#include "error_text.h"
 #include "fusedmoe/tensor.h"
 #include "reference/experts.h"
 #include "testing/cases.h"
@@ -92,6 +94,40 @@ TEST(ReferenceRefusalsTest, BadArgumentsAreNamed) {
   EXPECT_EQ(fault([](A& a) { a.fused_output = a.fused_output.slice(0, 0, 2); }), "fused_output");
   EXPECT_EQ(fault([](A& a) { a.workspace13 = nullptr; }), "workspace13");
   EXPECT_EQ(fault([](A& a) { a.workspace2 = nullptr; }), "workspace2");
+}
+
+// Rows that a caller quantized otherwise than prepare would: on CUDA nothing reads their scale.
+TEST(ReferenceRefusalsTest, StaticScaleOfRowsIsThatOfTheWeights) {
+  testing::Case spec;
+  spec.scheme = parse_scheme("fp8_tensor_static");
+  const Problem problem = testing::make_problem(spec);
+  const std::int64_t tokens = problem.hidden_states.size(0);
+  const Tensor codes = Tensor::zeros(problem.hidden_states.shape(), DType::kE4M3);
+  for (const ExpertsDescriptor* descriptor : {&cpu::descriptor(), &reference::descriptor()}) {
+    const auto experts = descriptor->create(testing::make_config(spec, DType::kF32), {});
+    const auto packed = experts->pack(problem.weights);
+    const float scale = packed->info().a1_scale.value();
+    const WorkspaceSizes sizes =
+        experts->workspace_sizes(ProblemSize::of(experts->config(), tokens));
+    std::vector<char> workspace13(sizes.common_bytes()), workspace2(sizes.workspace2_bytes);
+    const Tensor out = Tensor::zeros(problem.hidden_states.shape(), DType::kF32);
+    const auto fault = [&](float given) {
+      const Tensor scales = Tensor::empty({1, 1}, DType::kF32);
+      *scales.as<float>() = given;
+      ForwardArgs args;
+      args.weights = packed.get();
+      args.fused_output = out;
+      args.hidden_states = codes;
+      args.hidden_scales = scales;
+      args.topk_ids = problem.topk_ids;
+      args.topk_weights = problem.topk_weights;
+      args.workspace13 = workspace13.data();
+      args.workspace2 = workspace2.data();
+      return testing::error_text([&] { experts->apply(args); });
+    };
+    EXPECT_EQ(fault(scale), "no error") << descriptor->name();
+    EXPECT_NE(fault(2 * scale).find("hidden_scales"), std::string::npos) << descriptor->name();
+  }
 }
 
 }  // namespace fusedmoe::reference_refusals_test

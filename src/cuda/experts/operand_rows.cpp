@@ -80,6 +80,7 @@ void OperandRows::permute_coded(const ForwardArgs& args, const Scratch& scratch,
                                 const RoutingData& routing) const {
   const QuantKey& key = *config_.scheme.activations;
   CodedRows rows;
+  // A static scale is in the factors of the weights.
   rows.from = {args.hidden_states, key.dynamic ? args.hidden_scales : TensorView()};
   rows.slot_to_row = routing.slot_to_permuted.as<const std::int32_t>();
   rows.topk = args.topk_ids.size(1);
