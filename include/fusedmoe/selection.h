@@ -74,7 +74,7 @@ FUSEDMOE_API Selection explain(const MoeConfig& config);
 /// As explain(), but `require` (the name of experts, optionally "experts+prepare_finalize") must be
 /// what is chosen: throws Error with its reason instead of choosing another. A required
 /// prepare/finalize also decides the activation format. An empty `require` takes the best; if
-/// nothing fits the Error holds the whole table.
+/// nothing fits the Error holds every reason.
 FUSEDMOE_API Selection select(const MoeConfig& config, std::string_view require = {});
 
 /// The pair of the plan, or an Error: with the reason of a pair that cannot serve `config`, or with
