@@ -56,6 +56,8 @@ class Selection:
     def __str__(self) -> str:
         return self._handle.table()
 
+    __repr__ = __str__  # a notebook and the prompt show the table
+
 
 @takes(ExplainConfig)
 def explain(
