@@ -161,11 +161,23 @@ def test_the_logger_hears_once_what_was_chosen(caplog):
     assert all(text.startswith("cpu+no_ep runs 2 experts") for text in messages)
 
 
-def test_nothing_is_printed_by_default():
+def test_only_who_listens_hears_what_is_not_used(tmp_path):
     make = "import numpy as np, fusedmoe; w = np.zeros((2, 32, 16), 'float32'); "
     make += "fusedmoe.MoELayer.from_tensors(w, w[:, :16].copy(), topk=1, dtype='f32')"
-    result = subprocess.run([sys.executable, "-c", make], capture_output=True, check=True)
-    assert result.stdout + result.stderr == b""
+    (tmp_path / "fusedmoe").mkdir()
+    (tmp_path / "fusedmoe" / "tuned_configs.json").write_text("[]")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("FUSEDMOE_TUNED_CONFIGS", None)
+
+    def printed(code):
+        command = [sys.executable, "-c", code + make]
+        result = subprocess.run(command, env=environment, capture_output=True, check=True)
+        return (result.stdout + result.stderr).decode()
+
+    assert printed("") == ""
+    listening = printed("import logging; logging.basicConfig(); ")
+    assert listening.startswith("WARNING:fusedmoe:kernel configurations that were tuned are not ")
+    assert "tuned_configs.json" in listening and listening.count("\n") == 1
 
 
 def test_a_build_asks_for_cutlass_where_nvcc_is(tmp_path, monkeypatch):
