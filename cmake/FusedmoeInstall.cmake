@@ -65,8 +65,10 @@ if(FUSEDMOE_BUILD_C)
   install_pc(fusedmoe_c "${PROJECT_DESCRIPTION}, in C" "")
 endif()
 
-install(FILES ${PROJECT_SOURCE_DIR}/LICENSE ${PROJECT_SOURCE_DIR}/THIRD-PARTY.md
-  DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT library)
+if(NOT CMAKE_INSTALL_PREFIX STREQUAL "/usr")  # Debian's packages have one each
+  install(FILES ${PROJECT_SOURCE_DIR}/LICENSE ${PROJECT_SOURCE_DIR}/THIRD-PARTY.md
+    DESTINATION ${CMAKE_INSTALL_DOCDIR} COMPONENT library)
+endif()
 if(TARGET fusedmoe_cli)
   install(TARGETS fusedmoe_cli COMPONENT program)
   fusedmoe_install_manual(${CMAKE_INSTALL_DATADIR} program)

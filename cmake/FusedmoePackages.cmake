@@ -5,6 +5,7 @@ set(soversion ${PROJECT_VERSION_MAJOR}.${PROJECT_VERSION_MINOR})
 set(CPACK_PACKAGE_NAME fusedmoe)
 set(CPACK_PACKAGE_VENDOR fusedmoe)
 set(CPACK_PACKAGE_CONTACT "fusedmoe maintainers <fusedmoe@users.noreply.github.com>")
+set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "")  # else the first line of each package's own
 set(CPACK_RESOURCE_FILE_LICENSE ${PROJECT_SOURCE_DIR}/LICENSE)
 set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
 set(CPACK_STRIP_FILES ON)
@@ -14,7 +15,7 @@ set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
 set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS ON)
 set(CPACK_DEBIAN_PACKAGE_CONTROL_STRICT_PERMISSION ON)
 
-# describe(<component> <package> <section> <depends> <summary>)
+# describe(<component> <package> <section> <depends> <summary>). Each has the licence, where Debian has it.
 macro(describe component package section depends summary)
   string(TOUPPER ${component} upper)
   list(APPEND CPACK_COMPONENTS_ALL ${component})
@@ -22,6 +23,12 @@ macro(describe component package section depends summary)
   set(CPACK_DEBIAN_${upper}_PACKAGE_SECTION ${section})
   set(CPACK_DEBIAN_${upper}_PACKAGE_DEPENDS "${depends}")
   set(CPACK_DEBIAN_${upper}_DESCRIPTION "${PROJECT_DESCRIPTION}: ${summary}")
+  if(CMAKE_INSTALL_PREFIX STREQUAL "/usr")
+    install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION share/doc/${package}
+      COMPONENT ${component} RENAME copyright)
+    install(FILES ${PROJECT_SOURCE_DIR}/THIRD-PARTY.md DESTINATION share/doc/${package}
+      COMPONENT ${component})
+  endif()
 endmacro()
 describe(library libfusedmoe${soversion} libs "" "the libraries for C++ and C")
 describe(development libfusedmoe-dev libdevel "libfusedmoe${soversion} (= ${PROJECT_VERSION})"

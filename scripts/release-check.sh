@@ -87,7 +87,7 @@ PYTHON
 }
 
 check_debs() {
-  local base=$work/bookworm place
+  local base=$work/bookworm place package
   [[ $(id -u) -eq 0 ]] && command -v debootstrap >/dev/null ||
     fail "to try the packages one must be root and have debootstrap"
   if [[ ! -e $base/ready ]]; then
@@ -115,6 +115,10 @@ check_debs() {
   timed "  C++ and C programs" 120 within sh -c 'cd /packages && set -e
     g++ -std=c++20 consumer.cpp -o consumer $(pkg-config --cflags --libs fusedmoe) && ./consumer
     gcc -std=c11 consumer_c.c -o consumer_c $(pkg-config --cflags --libs fusedmoe_c) && ./consumer_c'
+  for package in "$@"; do
+    package=$(basename "${package%%_*}")
+    [[ -s $place/usr/share/doc/$package/copyright ]] || fail "$package comes without its licence"
+  done
 }
 
 case ${1:-} in
