@@ -77,36 +77,35 @@ void add_balance(Program& program) {
   Command command = program.add_command(
       "balance",
       "Place experts on ranks so that all have equally much to do, from recorded routing");
-  command.add_option("--routing", options->routing, "File of --record-routing, of `run` or `bench`")
-      .kind("PATH")
+  command
+      .add_option("--routing", options->routing, "PATH",
+                  "File of --record-routing, of `run` or `bench`")
       .required();
-  command.add_option("--ep", balance.num_ranks, "Ranks that share the experts")
+  command.add_option("--ep", balance.num_ranks, "N", "Ranks that share the experts")
       .positive()
       .required();
-  command.add_option("--redundant", balance.redundant, "Copies beyond one of each expert")
+  command.add_option("--redundant", balance.redundant, "N", "Copies beyond one of each expert")
       .not_negative()
       .show_default();
   const Option hosts =
       command
-          .add_option("--hosts", balance.num_hosts,
+          .add_option("--hosts", balance.num_hosts, "N",
                       "Hosts of equally many ranks; all copies of an expert stay on one")
           .positive()
           .show_default();
   command
-      .add_option("--groups", balance.num_groups,
+      .add_option("--groups", balance.num_groups, "N",
                   "Groups that the router chooses first; each stays on one host. Default: none")
       .positive()
       .needs(hosts);
+  command.add_option(
+      "--placement", options->placement, "PATH",
+      "Placement that there is, from an earlier run; experts that stay on their rank "
+      "keep their place. Default: consecutive experts");
   command
-      .add_option("--placement", options->placement,
-                  "Placement that there is, from an earlier run; experts that stay on their rank "
-                  "keep their place. Default: consecutive experts")
-      .kind("PATH");
-  command
-      .add_option("--output", options->output,
+      .add_option("--output", options->output, "PATH",
                   "JSON file to write, for placement= in Python and "
                   "ExpertPlacement::parse")
-      .kind("PATH")
       .required();
   add_force_option(command, options->force);
   command.add_flag("--json", options->json, "Print one JSON object instead of text");

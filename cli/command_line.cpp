@@ -55,11 +55,6 @@ constexpr const char* kNoSuchName = ": no such name; there are: ";
 
 }  // namespace
 
-Option& Option::kind(const std::string& name) {
-  info_->kind = name;
-  return *this;
-}
-
 Option& Option::required() {
   option_->required();
   info_->required = true;
@@ -153,42 +148,27 @@ OptionInfo* Command::describe(const std::string& name, const std::string& help, 
 }
 
 template <typename Value>
-Option Command::add(const std::string& name, Value& value, const std::string& help,
-                    const char* kind) {
-  CLI::Option* option = app_->add_option(name, value, help);
-  if constexpr (std::is_integral_v<Value>) option->check(range_check<Value>());
-  return {option, describe(name, help, kind)};
-}
-
-Option Command::add_option(const std::string& name, std::string& value, const std::string& help) {
-  return add(name, value, help, "NAME");
-}
-
-Option Command::add_option(const std::string& name, int& value, const std::string& help) {
-  return add(name, value, help, "N");
-}
-
-Option Command::add_option(const std::string& name, std::int64_t& value, const std::string& help) {
-  return add(name, value, help, "N");
-}
-
-Option Command::add_option(const std::string& name, std::uint64_t& value, const std::string& help) {
-  return add(name, value, help, "N").not_negative();  // CLI11 would take -1 for 2^64 - 1
-}
-
-Option Command::add_option(const std::string& name, double& value, const std::string& help) {
-  return add(name, value, help, "SECONDS");
-}
-
-Option Command::add_option(const std::string& name, std::vector<std::string>& value,
+Option Command::add_option(const std::string& name, Value& value, const char* kind,
                            const std::string& help) {
-  return add(name, value, help, "NAME");
+  CLI::Option* parsed = app_->add_option(name, value, help);
+  if constexpr (std::is_integral_v<Value>) parsed->check(range_check<Value>());
+  Option option(parsed, describe(name, help, kind));
+  if constexpr (std::is_unsigned_v<Value>) option.not_negative();  // CLI11 takes -1 for 2^64 - 1
+  return option;
 }
 
-Option Command::add_option(const std::string& name, std::vector<std::int64_t>& value,
-                           const std::string& help) {
-  return add(name, value, help, "N");
-}
+template Option Command::add_option(const std::string&, std::string&, const char*,
+                                    const std::string&);
+template Option Command::add_option(const std::string&, int&, const char*, const std::string&);
+template Option Command::add_option(const std::string&, std::int64_t&, const char*,
+                                    const std::string&);
+template Option Command::add_option(const std::string&, std::uint64_t&, const char*,
+                                    const std::string&);
+template Option Command::add_option(const std::string&, double&, const char*, const std::string&);
+template Option Command::add_option(const std::string&, std::vector<std::string>&, const char*,
+                                    const std::string&);
+template Option Command::add_option(const std::string&, std::vector<std::int64_t>&, const char*,
+                                    const std::string&);
 
 Option Command::add_flag(const std::string& name, bool& value, const std::string& help) {
   return {app_->add_flag(name, value, help), describe(name, help, "")};

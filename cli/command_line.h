@@ -27,7 +27,6 @@ class Option {
  public:
   Option(CLI::Option* option, OptionInfo* info) : option_(option), info_(info) {}
 
-  Option& kind(const std::string& name);  ///< of its value, one of kinds()
   Option& required();
   Option& list();  ///< values may be separated by commas
   Option& positive();
@@ -59,20 +58,13 @@ class Command {
                const std::vector<std::pair<std::string, std::string>>& table);
   void runs(std::function<void()> work);
 
-  Option add_option(const std::string& name, std::string& value, const std::string& help);
-  Option add_option(const std::string& name, int& value, const std::string& help);
-  Option add_option(const std::string& name, std::int64_t& value, const std::string& help);
-  Option add_option(const std::string& name, std::uint64_t& value, const std::string& help);
-  Option add_option(const std::string& name, double& value, const std::string& help);
-  Option add_option(const std::string& name, std::vector<std::string>& value,
-                    const std::string& help);
-  Option add_option(const std::string& name, std::vector<std::int64_t>& value,
+  /// `kind` of its value, one of kinds(). A Value is text, a number or a list of either.
+  template <typename Value>
+  Option add_option(const std::string& name, Value& value, const char* kind,
                     const std::string& help);
   Option add_flag(const std::string& name, bool& value, const std::string& help);
 
  private:
-  template <typename Value>
-  Option add(const std::string& name, Value& value, const std::string& help, const char* kind);
   OptionInfo* describe(const std::string& name, const std::string& help, const char* kind);
 
   CLI::App* app_;

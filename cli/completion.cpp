@@ -186,7 +186,9 @@ void add_completion(Program& program) {
   auto shell = std::make_shared<std::string>();
   Command command = program.add_command(
       "completion", "Print what a shell sources to complete command lines of fusedmoe");
-  command.add_option("shell", *shell, "The shell").one_of({"bash", "zsh", "fish"}).required();
+  command.add_option("shell", *shell, "NAME", "The shell")
+      .one_of({"bash", "zsh", "fish"})
+      .required();
   command.example("source <(fusedmoe completion bash)");
   const ProgramInfo& info = program.info();
   command.runs([shell, &info] { fmt::print("{}", completion_script(info, *shell)); });

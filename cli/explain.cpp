@@ -274,39 +274,31 @@ void add_explain(Program& program) {
       .add_flag("--matrix", options->matrix,
                 "Print every scheme on every implementation, as Markdown tables")
       .alone();
-  command.add_option("--scheme", options->scheme, "Of the experts; default: as published")
-      .kind("SCHEME");
-  command
-      .add_option("--experts", options->experts, "Implementation that must run; default: the best")
-      .kind("EXPERTS");
+  command.add_option("--scheme", options->scheme, "SCHEME",
+                     "Of the experts; default: as published");
+  command.add_option("--experts", options->experts, "EXPERTS",
+                     "Implementation that must run; default: the best");
   command.add_flag("--hooks", options->hooks,
                    "Ask for experts that can call hooks between their steps");
   command.add_flag("--monolithic", options->monolithic,
                    "Ask for experts that choose each token's experts themselves");
   command.add_flag("--batch-invariant", options->batch_invariant,
                    "Ask for rows that do not depend on their batch");
-  command
-      .add_option("--save-plan", options->save_plan,
-                  "File to write: what would run, as JSON that run --plan pins")
-      .kind("PATH");
-  command
-      .add_option("--device", options->device,
-                  "Where it would run; default: cpu, with --compute-capability cuda")
-      .kind("DEVICE");
-  command
-      .add_option("--compute-capability", options->compute_capability,
-                  "Answer for a CUDA device that need not be here: 9.0 is Hopper")
-      .kind("CAPABILITY");
-  command.add_option("--dtype", options->dtype, "Of hidden states and output")
-      .kind("DTYPE")
+  command.add_option("--save-plan", options->save_plan, "PATH",
+                     "File to write: what would run, as JSON that run --plan pins");
+  command.add_option("--device", options->device, "DEVICE",
+                     "Where it would run; default: cpu, with --compute-capability cuda");
+  command.add_option("--compute-capability", options->compute_capability, "CAPABILITY",
+                     "Answer for a CUDA device that need not be here: 9.0 is Hopper");
+  command.add_option("--dtype", options->dtype, "DTYPE", "Of hidden states and output")
       .one_of({"bf16", "f16", "f32"})
       .show_default();
   options->ranks.add_to(command);
-  command.add_option("--combine", options->combine, "What comes back from ranks")
+  command.add_option("--combine", options->combine, "NAME", "What comes back from ranks")
       .one_of({"per_rank", "per_slot"})
       .show_default();
   command
-      .add_option("--tokens", options->num_tokens,
+      .add_option("--tokens", options->num_tokens, "N",
                   "Tokens that the workspace and the kernel configuration are for")
       .between(0, 1 << 20)
       .show_default();

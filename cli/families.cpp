@@ -55,13 +55,11 @@ void add_families(Program& program) {
   auto options = std::make_shared<FamiliesOptions>();
   Command command = program.add_command(
       "families", "List the model families, show one's description, or check a new one");
-  const Option family =
-      command
-          .add_option("family", options->name, "Family whose description is shown, or a JSON file")
-          .kind("FAMILY");
+  const Option family = command.add_option("family", options->name, "FAMILY",
+                                           "Family whose description is shown, or a JSON file");
   const Option check =
-      command.add_option("--check", options->check, "JSON file whose descriptions are checked")
-          .kind("PATH")
+      command
+          .add_option("--check", options->check, "PATH", "JSON file whose descriptions are checked")
           .excludes(family);
   command.add_flag("--json", options->json, "Print every description as JSON").excludes(check);
   command.example("fusedmoe families qwen3_moe > mine.json");

@@ -245,8 +245,8 @@ void add_inspect(Program& program) {
   auto options = std::make_shared<InspectOptions>();
   Command command = program.add_command(
       "inspect", "Show a checkpoint's family, layers, experts, shapes, scheme and bytes");
-  command.add_option("path", options->path, "Checkpoint directory, safetensors or GGUF file")
-      .kind("PATH")
+  command
+      .add_option("path", options->path, "PATH", "Checkpoint directory, safetensors or GGUF file")
       .required();
   add_family_option(command, options->family);
   add_layer_option(command, options->layer,

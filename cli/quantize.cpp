@@ -60,28 +60,25 @@ void add_quantize(Program& program) {
   auto options = std::make_shared<QuantizeOptions>();
   Command command = program.add_command(
       "quantize", "Quantize the experts of an f32, bf16 or f16 checkpoint into a published layout");
-  command.add_option("--checkpoint", options->checkpoint, "Directory or safetensors file to read")
-      .kind("PATH")
+  command
+      .add_option("--checkpoint", options->checkpoint, "PATH",
+                  "Directory or safetensors file to read")
       .required();
-  command.add_option("--scheme", options->scheme, "Number format of the experts")
-      .kind("SCHEME")
+  command.add_option("--scheme", options->scheme, "SCHEME", "Number format of the experts")
       .required();
   command
-      .add_option("--layout", options->layout,
+      .add_option("--layout", options->layout, "NAME",
                   "Published layout to write; default: the scheme's usual one")
       .one_of({"gpt-oss", "fp8", "compressed-tensors", "modelopt", "gptq", "gptq_v2", "awq"});
   command
-      .add_option("--scale-rule", options->scale_rule,
+      .add_option("--scale-rule", options->scale_rule, "NAME",
                   "How MXFP4 and MXFP8 weights choose their scales")
       .one_of({"ocp", "even", "ceil", "floor"})
       .show_default();
-  command
-      .add_option("--calibrate", options->calibrate,
-                  "File with hidden_states for static activation scales; default: "
-                  "input.safetensors of the checkpoint")
-      .kind("PATH");
-  command.add_option("--output", options->output, "Directory to make, or an empty one")
-      .kind("PATH")
+  command.add_option("--calibrate", options->calibrate, "PATH",
+                     "File with hidden_states for static activation scales; default: "
+                     "input.safetensors of the checkpoint");
+  command.add_option("--output", options->output, "PATH", "Directory to make, or an empty one")
       .required();
   add_force_option(command, options->force);
   command.add_flag("--json", options->json, "Print one JSON object instead of text");

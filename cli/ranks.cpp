@@ -72,16 +72,17 @@ std::shared_ptr<Communicator> join(const Launch& launch, const std::string& devi
 void RankOptionsOf::add_to(Command& command) {
   command
       .add_option(
-          "--ep", ep,
+          "--ep", ep, "N",
           "Share the experts among so many ranks, --tp x --dp of them if given: threads, or the "
           "processes of mpirun, torchrun or srun")
       .between(1, 4096);
   command
-      .add_option("--tp", tp,
+      .add_option("--tp", tp, "N",
                   "Ranks with the same tokens, which share every expert, or with "
                   "--ep the experts")
       .between(1, 4096);
-  command.add_option("--dp", dp, "Groups of --tp ranks with tokens of their own").between(1, 4096);
+  command.add_option("--dp", dp, "N", "Groups of --tp ranks with tokens of their own")
+      .between(1, 4096);
   add_dispatch_dtype(command, dispatch_dtype);
 }
 
@@ -94,12 +95,10 @@ std::optional<DType> RankOptionsOf::dispatched() const {
 }
 
 void add_dispatch_dtype(Command& command, std::string& value) {
-  command
-      .add_option(
-          "--dispatch-dtype", value,
-          "Dtype of rows that are sent to other ranks: --dtype's, or that of the activations "
-          "(e4m3, i8, e2m1); default: what the experts read")
-      .kind("DTYPE");
+  command.add_option(
+      "--dispatch-dtype", value, "DTYPE",
+      "Dtype of rows that are sent to other ranks: --dtype's, or that of the activations "
+      "(e4m3, i8, e2m1); default: what the experts read");
 }
 
 std::optional<DType> parse_dispatch_dtype(const std::string& text) {

@@ -29,15 +29,14 @@ Tensor load_tensor(const std::string& path, const std::string& name, std::int64_
 }  // namespace
 
 Option add_family_option(Command& command, std::string& family) {
-  return command
-      .add_option("--family", family,
-                  "Read the model as one of this family: a name that families lists, or a JSON "
-                  "file with a description")
-      .kind("FAMILY");
+  return command.add_option(
+      "--family", family, "FAMILY",
+      "Read the model as one of this family: a name that families lists, or a JSON "
+      "file with a description");
 }
 
 Option add_layer_option(Command& command, std::int64_t& layer, const std::string& help) {
-  return command.add_option("--layer", layer, help).not_negative();
+  return command.add_option("--layer", layer, "N", help).not_negative();
 }
 
 Checkpoint open_checkpoint(const std::string& path, const std::string& family) {
@@ -62,24 +61,23 @@ std::int64_t chosen_layer(std::int64_t layer, const std::vector<std::int64_t>& l
 Command LayerSource::add_to(Command& command, const std::string& model_help,
                             const std::string& layer_help) {
   Command group = command.add_group(1, 1);
-  group.add_option("--checkpoint", checkpoint, "Checkpoint directory or file").kind("PATH");
+  group.add_option("--checkpoint", checkpoint, "PATH", "Checkpoint directory or file");
   const Option named =
-      group.add_option("--model", model, model_help).kind("MODEL").one_of(model_preset_names());
+      group.add_option("--model", model, "MODEL", model_help).one_of(model_preset_names());
   add_family_option(command, family).excludes(named);
   add_layer_option(command, layer, layer_help).excludes(named);
   return group;
 }
 
 Option InputSource::add_to(Command& command, std::int64_t least_tokens) {
-  const Option input = command
-                           .add_option("--input", path,
-                                       "Safetensors file with the hidden states; default: random "
-                                       "ones")
-                           .kind("PATH");
-  command.add_option("--input-name", name, "Name of the tensor in that file")
+  const Option input =
+      command.add_option("--input", path, "PATH",
+                         "Safetensors file with the hidden states; default: random "
+                         "ones");
+  command.add_option("--input-name", name, "NAME", "Name of the tensor in that file")
       .show_default()
       .needs(input);
-  command.add_option("--tokens", num_tokens, "Number of random hidden states")
+  command.add_option("--tokens", num_tokens, "N", "Number of random hidden states")
       .between(least_tokens, std::int64_t{1} << 20)
       .show_default()
       .excludes(input);

@@ -11,7 +11,6 @@
 #include <cstring>
 #include <fstream>
 #include <iterator>
-#include <utility>
 #include <vector>
 
 #include "files/output.h"

@@ -47,20 +47,18 @@ void add_synth(Program& program) {
   Command command = program.add_command(
       "synth", "Write a checkpoint of true size in its published layout, with random weights");
   Command source = command.add_group(1, 1);
-  source.add_option("--model", options->model, "Model whose shapes it has")
-      .kind("MODEL")
+  source.add_option("--model", options->model, "MODEL", "Model whose shapes it has")
       .one_of(model_preset_names());
-  source.add_option("--config", options->config, "Any config.json of a supported family")
-      .kind("PATH");
-  command.add_option("--layers", options->synth.num_layers, "Number of MoE layers")
+  source.add_option("--config", options->config, "PATH", "Any config.json of a supported family");
+  command.add_option("--layers", options->synth.num_layers, "N", "Number of MoE layers")
       .positive()
       .show_default();
-  command.add_option("--tokens", options->synth.num_tokens, "Rows of input.safetensors")
+  command.add_option("--tokens", options->synth.num_tokens, "N", "Rows of input.safetensors")
       .not_negative()
       .show_default();
-  command.add_option("--seed", options->synth.seed, "Seed of the random numbers").show_default();
-  command.add_option("--out", options->out, "Directory to make, or an empty one")
-      .kind("PATH")
+  command.add_option("--seed", options->synth.seed, "N", "Seed of the random numbers")
+      .show_default();
+  command.add_option("--out", options->out, "PATH", "Directory to make, or an empty one")
       .required();
   add_force_option(command, options->force);
   command.add_flag("--json", options->json, "Print one JSON object instead of text");

@@ -293,50 +293,44 @@ void add_bench(Program& program) {
   subject.add_flag("--columns", options->columns, "Say what the columns of the table mean").alone();
   command
       .add_option(
-          "--scheme", options->schemes,
+          "--scheme", options->schemes, "SCHEME",
           "Schemes, or all; default: as published; bf16; on ranks one, default: that of --dtype")
-      .kind("SCHEME")
       .list();
   command
-      .add_option("--tokens", options->tokens,
+      .add_option("--tokens", options->tokens, "N",
                   "Numbers of tokens; default: 1,8,32,128,512; of given schemes 1,512; on ranks "
                   "1,8,32,128,1024,8192")
       .list()
       .between(std::int64_t{1}, std::int64_t{1} << 20);
   command
-      .add_option("--experts", options->experts,
+      .add_option("--experts", options->experts, "EXPERTS",
                   "Implementations; default: the best; on ranks one transport, default: all")
-      .kind("EXPERTS")
       .list();
   command.add_flag("--layer", options->layer,
                    "Time the layer from hidden states: its router, with random weights, and the "
                    "routed experts. The floor is that of the experts");
-  command.add_option("--device", options->device, "Where it runs").kind("DEVICE").show_default();
-  command.add_option("--dtype", options->dtype, "Of the hidden states")
-      .kind("DTYPE")
+  command.add_option("--device", options->device, "DEVICE", "Where it runs").show_default();
+  command.add_option("--dtype", options->dtype, "DTYPE", "Of the hidden states")
       .one_of({"bf16", "f16", "f32"})
       .show_default();
-  command.add_option("--skew", options->skew, "How tokens spread over experts")
+  command.add_option("--skew", options->skew, "NAME", "How tokens spread over experts")
       .one_of({"balanced", "zipf"})
       .show_default();
-  command
-      .add_option("--replay-routing", options->replay_routing,
-                  "Take ids and weights in turn from a file of --record-routing")
-      .kind("PATH");
-  command
-      .add_option("--record-routing", options->record_routing,
-                  "Draw the ids and weights first, and keep them in this safetensors file")
-      .kind("PATH");
-  command.add_option("--threads", options->threads, "CPU threads; default: all cores")
+  command.add_option("--replay-routing", options->replay_routing, "PATH",
+                     "Take ids and weights in turn from a file of --record-routing");
+  command.add_option("--record-routing", options->record_routing, "PATH",
+                     "Draw the ids and weights first, and keep them in this safetensors file");
+  command.add_option("--threads", options->threads, "N", "CPU threads; default: all cores")
       .between(1, kMaxThreads);
   options->ranks.add_to(command);
   command.add_flag("--rows-only", options->rows_only,
                    "On ranks: time dispatch and combine without experts, so without weights");
-  command.add_option("--min-samples", options->min_samples, "Samples for each number of tokens")
+  command
+      .add_option("--min-samples", options->min_samples, "N", "Samples for each number of tokens")
       .positive()
       .show_default();
   command
-      .add_option("--max-seconds", options->max_seconds,
+      .add_option("--max-seconds", options->max_seconds, "SECONDS",
                   fmt::format("Time for each number of tokens; default: {}; on ranks {} for each "
                               "measurement",
                               kMaxSeconds, kMaxSecondsOnRanks))

@@ -31,11 +31,10 @@ BenchSubject parse_shape(const std::string& text) {
 
 Command BenchSubjects::add_to(Command& command) {
   Command subject = command.add_group(1, 1);
-  subject.add_option("--model", models_, "Models by name")
-      .kind("MODEL")
+  subject.add_option("--model", models_, "MODEL", "Models by name")
       .list()
       .one_of(model_preset_names());
-  subject.add_option("--shape", shape_, "A layer of these sizes").kind("SHAPE");
+  subject.add_option("--shape", shape_, "SHAPE", "A layer of these sizes");
   return subject;
 }
 

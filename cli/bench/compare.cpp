@@ -135,27 +135,25 @@ void add_compare(Program& program) {
   Command command = program.add_command(
       "compare", "Quantize one layer to several schemes and show their errors against f32");
   options->source.add_to(command, "Random weights of a model by name");
-  command.add_option("--schemes", options->schemes, "Schemes to compare, or all")
-      .kind("SCHEME")
+  command.add_option("--schemes", options->schemes, "SCHEME", "Schemes to compare, or all")
       .list()
       .required();
-  command.add_option("--max-experts", options->max_experts, "Take so many experts; 0: all")
+  command.add_option("--max-experts", options->max_experts, "N", "Take so many experts; 0: all")
       .not_negative()
       .show_default();
   options->input.add_to(command, 1);
-  command.add_option("--seed", options->input.seed, "Seed of the random weights and hidden states")
+  command
+      .add_option("--seed", options->input.seed, "N",
+                  "Seed of the random weights and hidden states")
       .show_default();
-  command.add_option("--dtype", options->dtype, "Of hidden states and output")
-      .kind("DTYPE")
+  command.add_option("--dtype", options->dtype, "DTYPE", "Of hidden states and output")
       .one_of({"bf16", "f16", "f32"})
       .show_default();
-  command
-      .add_option("--experts", options->experts,
-                  "Implementation that must run (see explain); default: the best")
-      .kind("EXPERTS");
-  command.add_option("--threads", options->threads, "CPU threads; default: all")
+  command.add_option("--experts", options->experts, "EXPERTS",
+                     "Implementation that must run (see explain); default: the best");
+  command.add_option("--threads", options->threads, "N", "CPU threads; default: all")
       .between(1, kMaxThreads);
-  command.add_option("--repeat", options->repeat, "Forwards to take the median time of")
+  command.add_option("--repeat", options->repeat, "N", "Forwards to take the median time of")
       .positive()
       .show_default();
   command.add_flag("--json", options->json,

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <string>
-#include <vector>
 
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/layer.h"

@@ -5,7 +5,6 @@
 #include <functional>
 #include <vector>
 
-#include "bench/rank_link.h"
 #include "fusedmoe/comm.h"
 
 namespace fusedmoe::cli {

@@ -145,26 +145,22 @@ void add_tune(Program& program) {
   Command command = program.add_command(
       "tune", "Measure the kernel configurations of a model's experts and keep the fastest");
   options->subjects.add_to(command);
-  command.add_option("--scheme", options->scheme, "Of the experts; default: as published; bf16")
-      .kind("SCHEME");
+  command.add_option("--scheme", options->scheme, "SCHEME",
+                     "Of the experts; default: as published; bf16");
   command
-      .add_option("--tokens", options->tokens,
+      .add_option("--tokens", options->tokens, "N",
                   "Numbers of tokens; default: powers of two up to 8192")
       .list()
       .between(std::int64_t{1}, std::int64_t{1} << 20);
-  command.add_option("--experts", options->experts, "Implementation; default: the best")
-      .kind("EXPERTS");
-  command.add_option("--device", options->device, "The GPU").kind("DEVICE").show_default();
-  command.add_option("--dtype", options->dtype, "Of the hidden states")
-      .kind("DTYPE")
+  command.add_option("--experts", options->experts, "EXPERTS", "Implementation; default: the best");
+  command.add_option("--device", options->device, "DEVICE", "The GPU").show_default();
+  command.add_option("--dtype", options->dtype, "DTYPE", "Of the hidden states")
       .one_of({"bf16", "f16", "f32"})
       .show_default();
-  command.add_option("--min-samples", options->min_samples, "Samples for each configuration")
+  command.add_option("--min-samples", options->min_samples, "N", "Samples for each configuration")
       .positive();
-  command
-      .add_option("--output", options->output,
-                  "File to add them to; default: the one that the library reads")
-      .kind("PATH");
+  command.add_option("--output", options->output, "PATH",
+                     "File to add them to; default: the one that the library reads");
   add_force_option(command, options->force);
   command.example("fusedmoe tune --model gpt-oss-20b --tokens 1,64,1024");
   command.runs([options] { run(*options); });

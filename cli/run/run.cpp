@@ -1,10 +1,7 @@
 // fusedmoe run: hidden states from a file through one MoE layer of a checkpoint, results to a file.
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <array>
 #include <filesystem>
-#include <functional>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -163,31 +160,24 @@ void add_run(Program& program) {
   Command command =
       program.add_command("run", "Run hidden states through one MoE layer of a checkpoint");
   command
-      .add_option("--checkpoint", options->checkpoint,
+      .add_option("--checkpoint", options->checkpoint, "PATH",
                   "Directory (config.json + *.safetensors) or one safetensors file")
-      .kind("PATH")
       .required();
   add_family_option(command, options->family);
-  command
-      .add_option("--scheme", options->scheme,
-                  "Quantize activations by other rules (mxfp4:ocp, mxfp4:even); default: as "
-                  "published")
-      .kind("SCHEME");
+  command.add_option("--scheme", options->scheme, "SCHEME",
+                     "Quantize activations by other rules (mxfp4:ocp, mxfp4:even); default: as "
+                     "published");
   add_layer_option(command, options->layer);
   const Option input = options->input.add_to(command, 0);
-  command.add_option("--seed", options->input.seed, "Seed of the random hidden states")
+  command.add_option("--seed", options->input.seed, "N", "Seed of the random hidden states")
       .show_default()
       .excludes(input);
-  command
-      .add_option("--output", options->output,
-                  "Safetensors file to write: output, topk_ids, topk_weights, router_logits")
-      .kind("PATH");
-  command.add_option("--device", options->device, "Where it runs").kind("DEVICE").show_default();
+  command.add_option("--output", options->output, "PATH",
+                     "Safetensors file to write: output, topk_ids, topk_weights, router_logits");
+  command.add_option("--device", options->device, "DEVICE", "Where it runs").show_default();
   const Option experts =
-      command
-          .add_option("--experts", options->experts,
-                      "Implementation that must run (see explain); default: the best")
-          .kind("EXPERTS");
+      command.add_option("--experts", options->experts, "EXPERTS",
+                         "Implementation that must run (see explain); default: the best");
   command.add_flag("--hooks", options->hooks,
                    "Only experts that can call hooks between their steps");
   command.add_flag("--monolithic", options->monolithic,
@@ -195,38 +185,31 @@ void add_run(Program& program) {
                    "before them");
   command.add_flag("--batch-invariant", options->batch_invariant,
                    "Only experts whose rows do not depend on their batch");
-  command.add_option("--dtype", options->dtype, "Of hidden states and output")
-      .kind("DTYPE")
+  command.add_option("--dtype", options->dtype, "DTYPE", "Of hidden states and output")
       .one_of({"bf16", "f16", "f32"})
       .show_default();
   options->ranks.add_to(command);
-  command.add_option("--threads", options->threads, "CPU threads; default: all")
+  command.add_option("--threads", options->threads, "N", "CPU threads; default: all")
       .between(1, kMaxThreads);
   command
-      .add_option("--max-workspace", options->max_workspace_mib,
+      .add_option("--max-workspace", options->max_workspace_mib, "MIB",
                   "Most MiB of scratch memory: longer inputs run in chunks of tokens")
-      .kind("MIB")
       .between(1, 1 << 30);
   command
-      .add_option("--repeat", options->repeat,
+      .add_option("--repeat", options->repeat, "N",
                   "Warm forwards after the first one, of which the median time is printed")
       .between(0, 1 << 20)
       .show_default();
   command
-      .add_option("--check", options->check_rows,
+      .add_option("--check", options->check_rows, "N",
                   "Compare so many rows with the reference implementation; fail on excess")
       .positive();
-  command.add_option("--plan", options->plan, "Pin the plan that explain --save-plan wrote")
-      .kind("PATH")
+  command.add_option("--plan", options->plan, "PATH", "Pin the plan that explain --save-plan wrote")
       .excludes(experts);
-  command
-      .add_option("--record-routing", options->record_routing,
-                  "Safetensors file to write: topk_ids, topk_weights")
-      .kind("PATH");
-  command
-      .add_option("--replay-routing", options->replay_routing,
-                  "Take ids and weights from such a file instead of the router")
-      .kind("PATH");
+  command.add_option("--record-routing", options->record_routing, "PATH",
+                     "Safetensors file to write: topk_ids, topk_weights");
+  command.add_option("--replay-routing", options->replay_routing, "PATH",
+                     "Take ids and weights from such a file instead of the router");
   command.add_flag("--load", options->load, "Print the load of the experts as a table");
   const Option chart =
       command.add_flag("--load-chart", options->load_chart, "Print the tokens per expert as bars");

@@ -109,14 +109,8 @@ class Communicator:
             dist.all_gather_object(texts, text, group=group)
             return texts
 
-        return cls.from_gather(
-            dist.get_rank(group),
-            dist.get_world_size(group),
-            gather,
-            device=device,
-            timeout=timeout,
-            shared_memory=shared_memory,
-        )
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        return cls(_core.create_communicator(rank, size, gather, device, timeout, shared_memory))
 
     @classmethod
     def from_mpi(
@@ -136,14 +130,9 @@ class Communicator:
             from mpi4py import MPI
 
             comm = MPI.COMM_WORLD
-        return cls.from_gather(
-            comm.Get_rank(),
-            comm.Get_size(),
-            comm.allgather,
-            device=device,
-            timeout=timeout,
-            shared_memory=shared_memory,
-        )
+        rank, size = comm.Get_rank(), comm.Get_size()
+        gather = comm.allgather
+        return cls(_core.create_communicator(rank, size, gather, device, timeout, shared_memory))
 
     @classmethod
     def from_folder(

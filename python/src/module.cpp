@@ -4,8 +4,6 @@
 
 #include <nanobind/stl/string.h>
 
-#include <new>
-
 #include "fusedmoe/error.h"
 #include "fusedmoe/log.h"
 #include "fusedmoe/runtime.h"

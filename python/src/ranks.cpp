@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>

@@ -1,5 +1,4 @@
 // Every way to run a layer; see cases.h.
-#include <algorithm>
 #include <stdexcept>
 
 #include "fusedmoe/selection.h"
