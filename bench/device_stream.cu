@@ -36,8 +36,8 @@ __global__ void stream_kernel(const std::uint8_t* data, int chunks, std::uint64_
   const auto copy = [&](int i) {
     if (chunk_of(i) >= chunks) return;
     Barrier::arrive_and_expect_tx(&full[i % kStages], kChunkBytes);
-    bulk_copy(stages[i % kStages], data + std::int64_t{chunk_of(i)} * kChunkBytes, kChunkBytes,
-              &full[i % kStages], hint);
+    sm90::bulk_copy(stages[i % kStages], data + std::int64_t{chunk_of(i)} * kChunkBytes,
+                    kChunkBytes, &full[i % kStages], hint);
   };
   for (int i = 0; i < kStages; ++i) copy(i);
   for (int i = 0; chunk_of(i) < chunks; ++i) {
@@ -83,7 +83,7 @@ void BM_Stream(benchmark::State& state) {
     start.record(stream);
     launch(stream_kernel, dim3(blocks), dim3(32), kStages * kChunkBytes, handle, false,
            weights.as<const std::uint8_t>() + first, static_cast<int>(bytes / kChunkBytes),
-           state.range(1) ? kEvictFirst : kEvictNormal);
+           state.range(1) ? sm90::kEvictFirst : sm90::kEvictNormal);
     end.record(stream);
     return elapsed_ms(start, end);
   };

@@ -48,21 +48,20 @@ function(fusedmoe_add_kernels folder file header launch policy content)
   set(policies_${folder} ${policies_${folder}} ${policy} PARENT_SCOPE)
 endfunction()
 
-# The tiles of one policy. The kernels of sm80 have a namespace of their own.
-macro(fusedmoe_add_tiles folder scope tiles file)
+# The tiles of one policy.
+macro(fusedmoe_add_tiles folder tiles file)
   if(${tiles} GREATER 0)
-    set(scope ${scope})
     set(tiles ${tiles})
     set(launches "")
     math(EXPR last "${tiles} - 1")
     foreach(index RANGE ${last})
-      string(APPEND launches "      &${scope}launch_kernel<${policy}, ${index}>,\n")
+      string(APPEND launches "      &${folder}::launch_kernel<${policy}, ${index}>,\n")
     endforeach()
     fusedmoe_add_kernels(${folder} ${file} ${header} launch_kernel.cuh ${policy} [[
 FormatLaunches @folder@_@policy@() {
   static constexpr LaunchMlp kLaunches[] = {
 @launches@  };
-  static_assert(std::size(kLaunches) == @scope@kernel_set(@policy@::kFormat).tiles.size(),
+  static_assert(std::size(kLaunches) == @folder@::kernel_set(@policy@::kFormat).tiles.size(),
                 "cmake/FusedmoeKernels.cmake has another number");
   return {@policy@::kFormat.name, kLaunches};
 }
@@ -73,8 +72,8 @@ endmacro()
 while(operands)
   list(POP_FRONT operands header policy sm90_tiles sm80_tiles)
   get_filename_component(stem ${header} NAME_WE)
-  fusedmoe_add_tiles(sm90 "" ${sm90_tiles} ${policy})
-  fusedmoe_add_tiles(sm80 sm80:: ${sm80_tiles} ${stem})
+  fusedmoe_add_tiles(sm90 ${sm90_tiles} ${policy})
+  fusedmoe_add_tiles(sm80 ${sm80_tiles} ${stem})
   fusedmoe_add_kernels(one_token ${stem} ${header} launch_one_token.cuh ${policy} [[
 OneTokenKernel one_token_@policy@() {
   return {@policy@::kFormat.name, &launch_one_token<@policy@>};

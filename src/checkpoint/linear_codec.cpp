@@ -3,7 +3,6 @@
 #include "checkpoint/linear_codec.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>

@@ -2,7 +2,6 @@
 // llm-compressor (compressed-tensors), NVIDIA ModelOpt, AutoGPTQ / GPTQModel, AutoAWQ.
 #include "checkpoint/linear_layouts.h"
 
-#include <algorithm>
 #include <array>
 
 #include "core/check.h"

@@ -1,7 +1,6 @@
 #include "checkpoint/matrix_reader.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "checkpoint/linear_codec.h"
 #include "core/check.h"

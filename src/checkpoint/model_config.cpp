@@ -1,12 +1,10 @@
 // config.json -> ModelConfig, driven by the description of the family.
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/config_settings.h"
 #include "checkpoint/embedded.h"
-#include "checkpoint/family.h"
 #include "checkpoint/find_family.h"
 #include "checkpoint/layer_formats.h"
 #include "checkpoint/model_config.h"

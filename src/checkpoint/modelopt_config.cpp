@@ -1,11 +1,9 @@
 // The config of NVIDIA's ModelOpt: one algorithm for all modules, or a table of them.
 // Sources: hf_quant_config.json and config.json of ModelOpt's exports, and how vLLM reads them.
-#include <algorithm>
 #include <array>
 #include <cctype>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "checkpoint/quant_parsers.h"
 #include "core/check.h"

@@ -6,7 +6,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "checkpoint/config_keys.h"
 #include "checkpoint/quant_rules.h"

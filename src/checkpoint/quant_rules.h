@@ -1,7 +1,6 @@
 // What a quantization config says about each module of a model, whatever tool wrote it.
 #pragma once
 
-#include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>

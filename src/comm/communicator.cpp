@@ -16,7 +16,6 @@
 #include "core/check.h"
 #include "core/device_runtime.h"
 #include "core/exception_text.h"
-#include "fusedmoe/runtime.h"
 
 namespace fusedmoe {
 namespace {

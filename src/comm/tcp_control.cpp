@@ -8,7 +8,6 @@
 // all. Where rank 0 ends first, or takes a process for none of its ranks, the last answer is kLast
 // and why the ranks have failed.
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <deque>
 #include <set>

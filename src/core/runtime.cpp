@@ -1,7 +1,5 @@
 #include "fusedmoe/runtime.h"
 
-#include <utility>
-
 #include "core/check.h"
 #include "core/device_runtime.h"
 

@@ -12,7 +12,6 @@
 #include "fusedmoe/comm.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
-#include "moe/experts_args.h"
 
 namespace fusedmoe {
 namespace {

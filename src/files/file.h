@@ -2,11 +2,8 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <filesystem>
-#include <memory>
 #include <string>
-#include <string_view>
 
 #include <time.h>
 

@@ -5,7 +5,6 @@
 #include <nlohmann/json.hpp>
 
 #include "core/check.h"
-#include "files/safetensors_header.h"
 
 namespace fusedmoe::files {
 namespace {

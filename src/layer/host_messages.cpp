@@ -1,7 +1,5 @@
 #include "layer/host_messages.h"
 
-#include <numeric>
-
 #include "core/copy_rows.h"
 
 namespace fusedmoe::layer {

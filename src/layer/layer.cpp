@@ -10,7 +10,6 @@
 #include "core/workspace.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
-#include "layer/backend.h"
 #include "layer/checks.h"
 #include "layer/layer_impl.h"
 #include "moe/check_args.h"

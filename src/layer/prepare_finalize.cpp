@@ -17,7 +17,6 @@
 #include "layer/rank_sums.h"
 #include "layer/rank_transports.h"
 #include "layer/step_name.h"
-#include "moe/experts_args.h"
 
 namespace fusedmoe {
 namespace {

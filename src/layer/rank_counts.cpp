@@ -4,7 +4,6 @@
 #include <numeric>
 
 #include "core/check.h"
-#include "fusedmoe/runtime.h"
 #include "layer/rank_step.h"
 
 namespace fusedmoe::layer {

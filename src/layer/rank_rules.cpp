@@ -1,6 +1,5 @@
 #include "layer/rank_rules.h"
 
-#include <algorithm>
 #include <numeric>
 
 #include "core/ceil_div.h"

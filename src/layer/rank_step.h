@@ -10,7 +10,6 @@
 #include <functional>
 #include <span>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "layer/prepared_rows.h"

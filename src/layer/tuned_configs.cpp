@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdlib>
 #include <nlohmann/json.hpp>
-#include <tuple>
 #include <utility>
 
 #include "core/check.h"

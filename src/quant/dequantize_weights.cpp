@@ -1,6 +1,5 @@
 // Weight matrices of every key decoded to f32.
 #include <algorithm>
-#include <vector>
 
 #include "core/check.h"
 #include "core/parallel.h"

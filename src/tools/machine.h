@@ -1,8 +1,6 @@
 // What this machine can do: the denominators of every performance figure.
 #pragma once
 
-#include <cstdint>
-
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe {

@@ -9,7 +9,6 @@
 #include <cmath>
 #include <limits>
 #include <string>
-#include <vector>
 
 #include "cuda_test.h"
 #include "fusedmoe/error.h"

@@ -1,6 +1,5 @@
 // Every scheme that the Hopper experts run, for each dtype of rows: against the reference, in every
 // tile configuration, and back from packed weights. Quantized activations have the bits of the CPU.
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <random>

@@ -2,7 +2,6 @@
 // configuration fits in the workspace that was sized without it.
 #include "moe/tuned_configs.h"
 
-#include <algorithm>
 #include <string>
 #include <string_view>
 #include <vector>

@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
-#include <vector>
 
 #include "cpu/kernels.h"
 #include "fusedmoe/quant.h"

@@ -3,9 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include <filesystem>
 #include <functional>
-#include <vector>
 
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/quant.h"

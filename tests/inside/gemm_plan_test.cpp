@@ -23,7 +23,7 @@ const WeightFormat& format_named(std::string_view name) {
 
 /// The tiles that the formats share.
 std::span<const TileShape> tile_shapes() {
-  return kTiles16Bit;
+  return sm90::kTiles16Bit;
 }
 
 /// Standard format.
@@ -96,7 +96,7 @@ TEST(GemmPlanTest, NamesAreUniqueAndFound) {
   }
   // Tiles of all formats, with 1, 2 and 4 splits and rows in 32 or 16 bits.
   for (const WeightFormat& format : weight_formats()) {
-    for (const TileShape& tile : kernel_set(format).tiles) {
+    for (const TileShape& tile : sm90::kernel_set(format).tiles) {
       EXPECT_TRUE(names.contains(to_string(KernelConfig{tile, 4, false}))) << to_string(tile);
     }
   }
@@ -136,7 +136,7 @@ TEST(GemmPlanTest, ChosenPlanIsValidForEverySize) {
         }
         if (shape.batch_invariant) {
           EXPECT_EQ(config.tile.k_groups, 1);
-          EXPECT_FALSE(kernel_set(*shape.format).mma_sync_tokens > 0 &&
+          EXPECT_FALSE(sm90::kernel_set(*shape.format).mma_sync_tokens > 0 &&
                        config.tile.has_epilogue_warpgroup())
               << "another instruction than in wider tiles";
         }
@@ -190,7 +190,7 @@ TEST(GemmPlanTest, MoreTokensOfPublishedModelsNeverGetNarrowerTiles) {
   const std::vector<MlpShape> shapes = published_shapes(1);
   for (std::size_t i = 0; i < shapes.size(); ++i) {
     if (shapes[i].batch_invariant) continue;
-    EXPECT_EQ(widest[i], kernel_set(*shapes[i].format).tiles.back().max_tokens);
+    EXPECT_EQ(widest[i], sm90::kernel_set(*shapes[i].format).tiles.back().max_tokens);
   }
 }
 
@@ -296,7 +296,8 @@ TEST(GemmPlanTest, InvalidPlansAreRefused) {
   ASSERT_TRUE(tile_apart.has_epilogue_warpgroup() && tile_apart.k_groups == 1);
   for (const WeightFormat& format : weight_formats()) {
     invariant.format = &format;
-    EXPECT_EQ(valid(invariant, {tile_apart, 1, false}), kernel_set(format).mma_sync_tokens == 0);
+    EXPECT_EQ(valid(invariant, {tile_apart, 1, false}),
+              sm90::kernel_set(format).mma_sync_tokens == 0);
   }
   shape.num_tokens = max_tokens_f32(shape);
   EXPECT_TRUE(valid(shape, {tile, 1, true}));

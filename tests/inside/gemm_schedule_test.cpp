@@ -65,7 +65,7 @@ TEST_P(GemmScheduleTest, EveryTileOnceInAnOrderThatSharesWeights) {
   const std::vector<std::int32_t>& rows = GetParam().rows;
   const int num_experts = static_cast<int>(rows.size());
   constexpr int kSteps[] = {0, kRowPass, 1};
-  for (const TileShape& tile : kTiles16Bit) {
+  for (const TileShape& tile : sm90::kTiles16Bit) {
     const auto prefix = prefix_of(rows, tile.max_tokens);
     for (const TileOrder& order : tile_orders()) {
       const GemmTiles shapes[3] = {order.gemms[0], order.gemms[1], {order.pass_tiles, 1}};
@@ -112,8 +112,8 @@ INSTANTIATE_TEST_SUITE_P(Cases, GemmScheduleTest, ::testing::ValuesIn(schedule_c
                          [](const auto& info) { return info.param.name; });
 
 TEST(GemmScheduleTest, TokenTilesCutAnExpertsRowsEvenly) {
-  std::vector<TileShape> tiles_of_rows(std::begin(kTiles16Bit), std::end(kTiles16Bit));
-  tiles_of_rows.insert(tiles_of_rows.end(), std::begin(kTilesFp8), std::end(kTilesFp8));
+  std::vector<TileShape> tiles_of_rows(std::begin(sm90::kTiles16Bit), std::end(sm90::kTiles16Bit));
+  tiles_of_rows.insert(tiles_of_rows.end(), std::begin(sm90::kTilesFp8), std::end(sm90::kTilesFp8));
   for (const TileShape& tile : tiles_of_rows) {
     const int step = tile.token_step();
     for (int rows = 1; rows <= 5 * tile.max_tokens + 1; ++rows) {

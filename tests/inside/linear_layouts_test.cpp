@@ -2,7 +2,6 @@
 #include "checkpoint/linear_codec.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <functional>
 

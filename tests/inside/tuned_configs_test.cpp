@@ -3,7 +3,6 @@
 
 #include <cstdlib>
 #include <filesystem>
-#include <fstream>
 
 #include "error_text.h"
 #include "fusedmoe/selection.h"

@@ -1,10 +1,8 @@
 // Which schemes have a format of packed weights for CUDA, and what its kernels do with their
 // scales.
-#include "cuda/formats/weight_format.h"
+#include "cuda/formats/weight_formats.h"
 
 #include <gtest/gtest.h>
-
-#include <string>
 
 #include "cuda/sm90/kernel_set.h"
 #include "fusedmoe/error.h"
@@ -26,20 +24,20 @@ TEST(WeightFormatTest, Fp8WithoutScalesOfKBlocksHasTheRowPass) {
     if (!format) throw Error("scheme", "none", "one that has a format");
     return *format;
   };
-  const TileShape& few = kTilesFp8[1];
+  const TileShape& few = sm90::kTilesFp8[1];
   ASSERT_TRUE(few.has_epilogue_warpgroup());
   for (const QuantKey& weights : {keys::e4m3_tensor(), keys::e4m3_row()}) {
     for (const QuantKey& rows :
          {keys::e4m3_tensor(), keys::e4m3_tensor(true), keys::e4m3_row(true)}) {
       EXPECT_FALSE(format_of(weights, rows).k_scales);
-      EXPECT_TRUE(kernel_set(format_of(weights, rows)).has_row_pass(few));
-      EXPECT_FALSE(kernel_set(format_of(weights, rows)).has_row_pass(kTilesFp8[2]));
+      EXPECT_TRUE(sm90::kernel_set(format_of(weights, rows)).has_row_pass(few));
+      EXPECT_FALSE(sm90::kernel_set(format_of(weights, rows)).has_row_pass(sm90::kTilesFp8[2]));
     }
     EXPECT_TRUE(format_of(weights, keys::e4m3_group()).k_scales);
   }
   const WeightFormat block = format_of(keys::e4m3_block(), keys::e4m3_group());
   EXPECT_TRUE(block.k_scales);
-  EXPECT_FALSE(kernel_set(block).has_row_pass(few));
+  EXPECT_FALSE(sm90::kernel_set(block).has_row_pass(few));
 }
 
 }  // namespace fusedmoe::cuda::weight_format_test

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "../unit/layer_problem.h"
 #include "fusedmoe/layer.h"

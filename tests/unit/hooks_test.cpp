@@ -2,7 +2,6 @@
 // them against merged weights.
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <stdexcept>
 #include <string>
 #include <vector>

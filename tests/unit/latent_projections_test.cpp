@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include <string>
-#include <vector>
 
 #include "error_text.h"
 #include "fusedmoe/layer.h"

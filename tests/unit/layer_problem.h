@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstdint>
 #include <string>
-#include <utility>
 
 #include "fusedmoe/layer.h"
 #include "fusedmoe/quant.h"

@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <vector>
 
 #include "fusedmoe/tensor.h"
 #include "gtest/gtest.h"

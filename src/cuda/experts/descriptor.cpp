@@ -11,7 +11,7 @@
 #include "cuda/experts/experts.h"
 #include "cuda/experts/packed_shapes.h"
 #include "cuda/experts/scratch.h"
-#include "cuda/formats/weight_format.h"
+#include "cuda/formats/weight_formats.h"
 #include "cuda/mlp/fused_mlp.h"
 #include "cuda/router/kernels.h"
 #include "fusedmoe/runtime.h"

@@ -6,11 +6,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 #include <utility>
 
 #include "core/check.h"
-#include "core/device_runtime.h"
 #include "cuda/backend.h"
 #include "cuda/device/properties.h"
 #include "cuda/experts/launch_mlp.h"

@@ -4,7 +4,7 @@
 #include "cuda/device/limits.h"
 #include "cuda/experts/row_format.h"
 #include "cuda/formats/weight_format.h"
-#include "cuda/mlp/kernel_config.h"
+#include "cuda/mlp/kernel_choice.h"
 #include "cuda/one_token/one_token.h"
 #include "fusedmoe/experts.h"
 

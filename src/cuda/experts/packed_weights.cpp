@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <utility>
 
 #include "core/check.h"
@@ -128,7 +127,8 @@ PackedMatrices::PackedMatrices(const FormatKernels& kernels, const QuantScheme& 
 int PackedMatrices::check(const WeightMatrix& gate, const WeightMatrix* up) const {
   if (scheme_.weights.quantized() && scheme_.weights.group.cols > 0) {
     const int columns = format_->group_k > 0 ? format_->group_k : format_->block.k;
-    const int rows = has_k_scales() && scheme_.weights.group.rows != 1 ? 8 : 1;
+    const int rows =
+        has_k_scales(*format_, scheme_.weights) && scheme_.weights.group.rows != 1 ? 8 : 1;
     for (const WeightMatrix* matrix : {&gate, up}) {
       if (!matrix) continue;
       const auto check_first = [](const char* what, std::int64_t first, int unit) {
@@ -204,7 +204,7 @@ float PackedMatrices::row_scale(const WeightMatrix& matrix, const Origin& origin
         matrix.global_scale
             .as<const float>()[key.global_group.rows < 0 ? 0 : row * matrix.global_scale.stride(0)];
   }
-  if (!has_block_scales(*format_, key) && !has_k_scales()) {
+  if (!has_block_scales(*format_, key) && !has_k_scales(*format_, scheme_.weights)) {
     scale *= scale_at(key, matrix, row, 0);
   }
   return scale;

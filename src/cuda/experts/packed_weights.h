@@ -60,7 +60,6 @@ class PackedMatrices {
   };
   Origin origin_of(const WeightMatrix& matrix) const;
   std::vector<std::pair<const char*, const Tensor*>> arrays() const;
-  bool has_k_scales() const { return cuda::has_k_scales(*format_, scheme_.weights); }
   float row_scale(const WeightMatrix& matrix, const Origin& origin, std::int64_t row,
                   float common) const;
   Tensor make_block_scales(const WeightMatrix& gate, const WeightMatrix* up);

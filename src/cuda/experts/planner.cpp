@@ -4,6 +4,7 @@
 #include <span>
 #include <utility>
 
+#include "cuda/formats/weight_formats.h"
 #include "fusedmoe/runtime.h"
 #include "moe/routed_experts.h"
 #include "moe/tuned_configs.h"

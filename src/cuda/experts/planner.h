@@ -2,16 +2,14 @@
 // be said of the experts without a device.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "cuda/experts/one_token_plan.h"
 #include "cuda/experts/row_format.h"
 #include "cuda/experts/scratch.h"
-#include "cuda/mlp/kernel_family.h"
+#include "cuda/mlp/kernel_choice.h"
 #include "fusedmoe/experts.h"
 
 namespace fusedmoe::cuda {

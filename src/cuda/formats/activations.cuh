@@ -6,7 +6,6 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
-#include <span>
 #include <type_traits>
 
 #include "cuda/formats/weight_formats.h"

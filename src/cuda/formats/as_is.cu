@@ -3,6 +3,7 @@
 #include "cuda/formats/as_is.cuh"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 #include "cuda/device/launch.h"
@@ -59,29 +60,21 @@ void unpack_row(const PackedView& source, std::int64_t row, const UnpackedRow& t
 }
 
 template <typename Operands, typename Unit>
-FormatKernels as_is_kernels() {
-  FormatKernels kernels = kernels_from<Operands>();
-  kernels.pack = pack<Unit>;
-  kernels.unpack_row = unpack_row<Unit>;
-  return kernels;
+FormatKernels kernels() {
+  FormatKernels result = kernels_from<Operands>();
+  result.pack = pack<Unit>;
+  result.unpack_row = unpack_row<Unit>;
+  return result;
 }
 
 }  // namespace
 
-FormatKernels bf16_kernels() {
-  return as_is_kernels<Bf16Operands, std::uint16_t>();
-}
-FormatKernels f16_kernels() {
-  return as_is_kernels<F16Operands, std::uint16_t>();
-}
-FormatKernels fp8_kernels() {
-  return as_is_kernels<Fp8Operands, std::uint8_t>();
-}
-FormatKernels fp8_rows_kernels() {
-  return as_is_kernels<Fp8RowOperands, std::uint8_t>();
-}
-FormatKernels fp8_f16_kernels() {
-  return as_is_kernels<Fp8F16Operands, std::uint8_t>();
+std::span<const FormatKernels> as_is_kernels() {
+  static const std::array kAll = {
+      kernels<Bf16Operands, std::uint16_t>(), kernels<F16Operands, std::uint16_t>(),
+      kernels<Fp8Operands, std::uint8_t>(), kernels<Fp8RowOperands, std::uint8_t>(),
+      kernels<Fp8F16Operands, std::uint8_t>()};
+  return kAll;
 }
 
 }  // namespace fusedmoe::cuda

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "cuda/formats/weight_format.h"
 #include "fusedmoe/weights.h"
@@ -80,6 +81,14 @@ struct FormatKernels {
   void (*unpack_row)(const PackedView& source, std::int64_t row,
                      const UnpackedRow& target) = nullptr;
 };
+
+// Of the policies of each file.
+std::span<const FormatKernels> as_is_kernels();
+std::span<const FormatKernels> fp4_kernels();
+std::span<const FormatKernels> fp8_decoded_kernels();
+std::span<const FormatKernels> integer_kernels();
+std::span<const FormatKernels> mxfp4_fp8_kernels();
+std::span<const FormatKernels> w4a8_kernels();
 
 const FormatKernels& kernels_of(const WeightFormat& format);
 

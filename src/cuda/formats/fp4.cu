@@ -1,6 +1,8 @@
 // Packs and unpacks FP4 weights, and makes the FormatKernels of each policy of fp4.cuh.
 #include "cuda/formats/fp4.cuh"
 
+#include <array>
+
 #include "cuda/formats/e8m0_scales.cuh"
 #include "quant/quantize_scales.h"
 
@@ -70,20 +72,12 @@ FormatKernels nvfp4_kernels() {
 
 }  // namespace
 
-FormatKernels mxfp4_bf16_kernels() {
-  return mxfp4_kernels<Mxfp4Bf16Operands>();
-}
-FormatKernels mxfp4_quantized_kernels() {
-  return mxfp4_kernels<Mxfp4QuantizedOperands>();
-}
-FormatKernels mxfp4_f16_kernels() {
-  return mxfp4_kernels<Mxfp4F16Operands>();
-}
-FormatKernels nvfp4_bf16_kernels() {
-  return nvfp4_kernels<Nvfp4Bf16Operands>();
-}
-FormatKernels nvfp4_f16_kernels() {
-  return nvfp4_kernels<Nvfp4F16Operands>();
+std::span<const FormatKernels> fp4_kernels() {
+  static const std::array kAll = {
+      mxfp4_kernels<Mxfp4Bf16Operands>(), mxfp4_kernels<Mxfp4QuantizedOperands>(),
+      mxfp4_kernels<Mxfp4F16Operands>(), nvfp4_kernels<Nvfp4Bf16Operands>(),
+      nvfp4_kernels<Nvfp4F16Operands>()};
+  return kAll;
 }
 
 }  // namespace fusedmoe::cuda

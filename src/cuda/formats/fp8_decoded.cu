@@ -1,6 +1,8 @@
 // Packs and unpacks FP8 weights that are decoded, and makes their FormatKernels.
 #include "cuda/formats/fp8_decoded.cuh"
 
+#include <array>
+
 #include "cuda/formats/e8m0_scales.cuh"
 
 namespace fusedmoe::cuda {
@@ -54,8 +56,6 @@ void mark_nan_rows(const PackSource& source, const BlockGrid& grid, float* scale
          0, static_cast<cudaStream_t>(stream.handle), false, source, scales);
 }
 
-}  // namespace
-
 FormatKernels decoded_e4m3_kernels() {
   using Scales = E8m0Scales<DecodedE4m3Operands>;
   FormatKernels kernels = decoded_kernels<DecodedE4m3Operands, Scales>();
@@ -67,6 +67,13 @@ FormatKernels scaled_e4m3_kernels() {
   FormatKernels kernels = decoded_kernels<ScaledE4m3Operands, RelativeScales>();
   kernels.mark_nan_rows = mark_nan_rows;
   return kernels;
+}
+
+}  // namespace
+
+std::span<const FormatKernels> fp8_decoded_kernels() {
+  static const std::array kAll = {decoded_e4m3_kernels(), scaled_e4m3_kernels()};
+  return kAll;
 }
 
 }  // namespace fusedmoe::cuda

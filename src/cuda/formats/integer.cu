@@ -2,6 +2,7 @@
 #include "cuda/formats/integer.cuh"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "cuda/formats/pack_decoded.cuh"
@@ -93,42 +94,26 @@ int exponent_shift(const WeightMatrix& gate, const WeightMatrix* up) {
 }
 
 template <typename Operands>
-FormatKernels integer_kernels() {
+FormatKernels with_zeros() {
   return decoded_kernels<Operands, IntegerScales<Operands>>();
 }
 
 template <typename Operands>
-FormatKernels symmetric_kernels() {
-  FormatKernels kernels = integer_kernels<Operands>();
+FormatKernels symmetric() {
+  FormatKernels kernels = with_zeros<Operands>();
   kernels.exponent_shift = exponent_shift;
   return kernels;
 }
 
 }  // namespace
 
-FormatKernels int4_symmetric_kernels() {
-  return symmetric_kernels<Int4SymmetricOperands>();
-}
-FormatKernels int4_g32_symmetric_kernels() {
-  return symmetric_kernels<Int4G32SymmetricOperands>();
-}
-FormatKernels int4_bf16_kernels() {
-  return integer_kernels<Int4Bf16Operands>();
-}
-FormatKernels int4_f16_kernels() {
-  return integer_kernels<Int4F16Operands>();
-}
-FormatKernels int4_g32_bf16_kernels() {
-  return integer_kernels<Int4G32Bf16Operands>();
-}
-FormatKernels int4_g32_f16_kernels() {
-  return integer_kernels<Int4G32F16Operands>();
-}
-FormatKernels int8_bf16_kernels() {
-  return integer_kernels<Int8Bf16Operands>();
-}
-FormatKernels int8_f16_kernels() {
-  return integer_kernels<Int8F16Operands>();
+std::span<const FormatKernels> integer_kernels() {
+  static const std::array kAll = {
+      symmetric<Int4SymmetricOperands>(), symmetric<Int4G32SymmetricOperands>(),
+      with_zeros<Int4Bf16Operands>(),     with_zeros<Int4F16Operands>(),
+      with_zeros<Int4G32Bf16Operands>(),  with_zeros<Int4G32F16Operands>(),
+      with_zeros<Int8Bf16Operands>(),     with_zeros<Int8F16Operands>()};
+  return kAll;
 }
 
 }  // namespace fusedmoe::cuda

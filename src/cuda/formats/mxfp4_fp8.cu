@@ -1,6 +1,8 @@
 // Packs and unpacks MXFP4 weights for FP8 activations, and makes their FormatKernels.
 #include "cuda/formats/mxfp4_fp8.cuh"
 
+#include <array>
+
 #include "cuda/formats/pack_decoded.cuh"
 
 namespace fusedmoe::cuda {
@@ -37,8 +39,9 @@ struct Mxfp4Fields {
 
 }  // namespace
 
-FormatKernels mxfp4_fp8_kernels() {
-  return decoded_kernels<Mxfp4Fp8Operands, Mxfp4Fields>();
+std::span<const FormatKernels> mxfp4_fp8_kernels() {
+  static const std::array kAll = {decoded_kernels<Mxfp4Fp8Operands, Mxfp4Fields>()};
+  return kAll;
 }
 
 }  // namespace fusedmoe::cuda

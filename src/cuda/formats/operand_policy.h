@@ -5,7 +5,6 @@
 #include <vector_types.h>
 
 #include <concepts>
-#include <cstddef>
 #include <cstdint>
 
 #include "cuda/formats/packed_block.h"

@@ -1,33 +1,10 @@
-// The kernels of each weight format, made beside their policy.
+// What the FormatKernels of a policy begin with.
 #pragma once
 
 #include "cuda/formats/format_kernels.h"
 #include "cuda/formats/operand_policy.h"
 
 namespace fusedmoe::cuda {
-
-FormatKernels bf16_kernels();
-FormatKernels f16_kernels();
-FormatKernels fp8_kernels();
-FormatKernels fp8_rows_kernels();
-FormatKernels fp8_f16_kernels();
-FormatKernels w4a8_kernels();
-FormatKernels mxfp4_bf16_kernels();
-FormatKernels mxfp4_quantized_kernels();
-FormatKernels mxfp4_f16_kernels();
-FormatKernels mxfp4_fp8_kernels();
-FormatKernels nvfp4_bf16_kernels();
-FormatKernels nvfp4_f16_kernels();
-FormatKernels int4_symmetric_kernels();
-FormatKernels int4_g32_symmetric_kernels();
-FormatKernels int4_bf16_kernels();
-FormatKernels int4_f16_kernels();
-FormatKernels int4_g32_bf16_kernels();
-FormatKernels int4_g32_f16_kernels();
-FormatKernels int8_bf16_kernels();
-FormatKernels int8_f16_kernels();
-FormatKernels decoded_e4m3_kernels();
-FormatKernels scaled_e4m3_kernels();
 
 /// Whether a row of the table says what the policy is compiled for.
 template <OperandPolicy Operands>

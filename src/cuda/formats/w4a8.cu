@@ -1,6 +1,8 @@
 // Packs and unpacks W4A8 weights, and makes their FormatKernels.
 #include "cuda/formats/w4a8.cuh"
 
+#include <array>
+
 #include "cuda/formats/pack_decoded.cuh"
 
 namespace fusedmoe::cuda {
@@ -28,8 +30,9 @@ struct W4a8Scales {
 
 }  // namespace
 
-FormatKernels w4a8_kernels() {
-  return decoded_kernels<W4a8Operands, W4a8Scales>();
+std::span<const FormatKernels> w4a8_kernels() {
+  static const std::array kAll = {decoded_kernels<W4a8Operands, W4a8Scales>()};
+  return kAll;
 }
 
 }  // namespace fusedmoe::cuda

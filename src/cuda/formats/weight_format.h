@@ -1,10 +1,8 @@
-// The formats of weights as they are packed for tensor cores: one table, a row for each policy of
-// this folder. What is known here needs neither a device nor CUDA's headers. format_kernels.h has
-// what packs and runs them, and kernel_set.h of an architecture which kernels it has.
+// A format of weights as they are packed for tensor cores, without a device and CUDA's headers.
+// format_kernels.h has what packs it, and kernel_set.h of an architecture which kernels it has.
 #pragma once
 
 #include <cstdint>
-#include <span>
 #include <string_view>
 
 #include "cuda/formats/packed_block.h"
@@ -45,9 +43,5 @@ struct WeightFormat {
     return block_grid(width, k, gated, block.k);
   }
 };
-
-std::span<const WeightFormat> weight_formats();
-/// The one that runs the scheme on rows of this dtype; null where there is none.
-const WeightFormat* find_weight_format(const QuantScheme& scheme, DType row_dtype);
 
 }  // namespace fusedmoe::cuda

@@ -1,6 +1,8 @@
-// The table of weight formats. Each row must agree with its operand policy, which the policy's file
-// checks when it is compiled.
+// The table of weight formats, a row for each policy of this folder. Each must agree with its
+// policy, which the policy's file checks when it is compiled.
 #pragma once
+
+#include <span>
 
 #include "cuda/formats/weight_format.h"
 
@@ -157,3 +159,11 @@ inline constexpr WeightFormat kScaledE4m3{.name = "e4m3_block_w16",
                                           .decodes = true};
 
 }  // namespace fusedmoe::cuda::formats
+
+namespace fusedmoe::cuda {
+
+std::span<const WeightFormat> weight_formats();
+/// The one that runs the scheme on rows of this dtype; null where there is none.
+const WeightFormat* find_weight_format(const QuantScheme& scheme, DType row_dtype);
+
+}  // namespace fusedmoe::cuda

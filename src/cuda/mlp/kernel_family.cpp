@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "cuda/formats/weight_formats.h"
+
 namespace fusedmoe::cuda {
 
 std::vector<KernelConfig> KernelFamily::list_configs() const {
@@ -17,6 +19,12 @@ std::vector<KernelConfig> KernelFamily::list_configs() const {
     }
   }
   return list;
+}
+
+std::span<const KernelConfig> KernelFamily::configs() const {
+  // Never destroyed: threads may outlive static objects.
+  std::call_once(listed_, [&] { configs_ = new std::vector<KernelConfig>(list_configs()); });
+  return *configs_;
 }
 
 int find_config(const KernelFamily& family, std::string_view name) {

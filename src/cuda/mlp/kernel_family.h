@@ -1,15 +1,19 @@
 // The fused MLP kernels of one architecture, as the experts' host side sees them.
 #pragma once
 
+#include <mutex>
 #include <span>
 #include <string_view>
 #include <vector>
 
+#include "cuda/formats/weight_format.h"
 #include "cuda/mlp/fused_mlp.h"
 #include "cuda/mlp/kernel_config.h"
 #include "fusedmoe/tensor.h"
 
 namespace fusedmoe::cuda {
+
+struct MlpShape;
 
 /// Enqueues both GEMMs of all experts and the activation between, in tiles of one shape.
 using LaunchMlp = void (*)(const FusedMlpParams&, const Stream&);
@@ -42,15 +46,20 @@ class KernelFamily {
   virtual bool has_row_pass(const WeightFormat& format, const TileShape& tile) const = 0;
   /// The configuration in tiles that is likely the fastest, and valid().
   virtual KernelConfig choose(const MlpShape& shape) const = 0;
-  /// Every configuration of every format. A place in it is what ForwardArgs::kernel_config says.
-  virtual std::span<const KernelConfig> configs() const = 0;
   /// Of each format; none in a build without CUDA.
   virtual std::span<const FormatLaunches> launches() const = 0;
 
+  /// Every configuration of every format. A place in it is what ForwardArgs::kernel_config says.
+  std::span<const KernelConfig> configs() const;
+
  protected:
   ~KernelFamily() = default;
-  /// For configs(), which keeps it.
+
+ private:
   std::vector<KernelConfig> list_configs() const;
+
+  mutable std::once_flag listed_;
+  mutable const std::vector<KernelConfig>* configs_ = nullptr;
 };
 
 /// Place in configs() of the one with this name; -1: there is none.

@@ -5,8 +5,6 @@
 
 #include <cuda_runtime.h>
 
-#include <cstdint>
-
 #include "cuda/device/overlap.cuh"
 #include "cuda/mlp/fused_mlp.h"
 #include "cuda/mlp/schedule.h"

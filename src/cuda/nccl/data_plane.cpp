@@ -4,7 +4,6 @@
 
 #include "core/check.h"
 #include "core/device_runtime.h"
-#include "cuda/device/check.h"
 #include "cuda/nccl/comm.h"
 #include "cuda/nccl/watch.h"
 #include "fusedmoe/runtime.h"

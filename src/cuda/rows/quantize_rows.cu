@@ -17,7 +17,7 @@ constexpr int kThreads = 128;
 constexpr int kColumns = 8;  // of a thread at a time
 
 /// What the kernels must know of a key.
-struct RowFormat {
+struct CodeFormat {
   enum class Scale : std::uint8_t { kStatic, kRow, kGroup, kMx };
   Scale scale;
   int group_lanes;     // threads that share a scale, of kGroup and kMx
@@ -27,9 +27,9 @@ struct RowFormat {
   float static_scale;  // of kStatic
 };
 
-RowFormat format_of(const QuantKey& key, std::optional<float> static_scale) {
-  using Scale = RowFormat::Scale;
-  RowFormat format{};
+CodeFormat format_of(const QuantKey& key, std::optional<float> static_scale) {
+  using Scale = CodeFormat::Scale;
+  CodeFormat format{};
   format.e2m1 = key.value == DType::kE2M1;
   format.e8m0 = key.scale == DType::kE8M0;
   format.rule = key.scale_rule;
@@ -43,7 +43,7 @@ RowFormat format_of(const QuantKey& key, std::optional<float> static_scale) {
 }
 
 struct QuantizeParams {
-  RowFormat format;
+  CodeFormat format;
   const void* x;
   std::int64_t rows;
   std::int64_t stride;  // elements between rows
@@ -54,7 +54,7 @@ struct QuantizeParams {
 };
 
 struct DequantizeParams {
-  RowFormat format;
+  CodeFormat format;
   const std::uint8_t* codes;
   const void* scales;
   std::int64_t scales_of_row;
@@ -118,8 +118,8 @@ struct Divisor {
   bool zero;
 };
 
-__device__ Divisor divisor_of(const RowFormat& format, float amax) {
-  using Scale = RowFormat::Scale;
+__device__ Divisor divisor_of(const CodeFormat& format, float amax) {
+  using Scale = CodeFormat::Scale;
   Divisor result{format.static_scale, 0, true, 0, false};
   if (format.scale == Scale::kMx) {
     result.code = core::mx_scale_code(amax, format.e2m1, format.rule);
@@ -147,7 +147,7 @@ __device__ float scaled(const Divisor& divisor, float value) {
 template <typename Storage, bool kAligned>
 __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const QuantizeParams p) {
   order_after_previous();
-  using Scale = RowFormat::Scale;
+  using Scale = CodeFormat::Scale;
   const std::int64_t row = blockIdx.x;
   if (p.format.scale == Scale::kStatic && row == 0 && threadIdx.x == 0) {
     *static_cast<float*>(p.scales) = p.format.static_scale;
@@ -216,7 +216,7 @@ __device__ Storage rounded(float value) {
 }
 
 __device__ float scale_of(const DequantizeParams& p, std::int64_t row, std::int64_t column) {
-  using Scale = RowFormat::Scale;
+  using Scale = CodeFormat::Scale;
   const bool grouped = p.format.scale == Scale::kGroup || p.format.scale == Scale::kMx;
   std::int64_t index = row * p.scales_of_row;
   if (grouped) index += column / kColumns / p.format.group_lanes;
@@ -239,7 +239,7 @@ struct Decoded {
   static constexpr int kWidth = 16 / static_cast<int>(sizeof(Storage));
   Pack<Storage, kWidth> packs[kColumns / kWidth];
 
-  __device__ Decoded(const RowFormat& format, std::uint64_t packed, float scale) {
+  __device__ Decoded(const CodeFormat& format, std::uint64_t packed, float scale) {
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       const auto code = static_cast<std::uint32_t>(packed >> i * (format.e2m1 ? 4 : 8));
@@ -345,7 +345,7 @@ void quantize_rows(const TensorView& x, const QuantKey& key, std::optional<float
   params.scales_of_row = core::scales_per_row(key, columns);
   // A static scale is written without rows, too: those that arrive from other ranks have it.
   const std::int64_t blocks =
-      params.format.scale == RowFormat::Scale::kStatic ? std::max<std::int64_t>(rows, 1) : rows;
+      params.format.scale == CodeFormat::Scale::kStatic ? std::max<std::int64_t>(rows, 1) : rows;
   if (blocks == 0) return;
   dispatch_storage(x.dtype(), [&](auto element) {
     using Storage = decltype(element);

@@ -21,11 +21,6 @@ class Sm80Family final : public KernelFamily {
   }
   bool has_row_pass(const WeightFormat&, const TileShape&) const override { return false; }
   KernelConfig choose(const MlpShape& shape) const override { return sm80::choose_tiles(shape); }
-  std::span<const KernelConfig> configs() const override {
-    // Never destroyed: threads may outlive it.
-    static const auto& configs = *new std::vector<KernelConfig>(list_configs());
-    return configs;
-  }
   std::span<const FormatLaunches> launches() const override { return sm80_launches(); }
 };
 

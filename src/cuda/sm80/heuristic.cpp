@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "cuda/mlp/kernel_family.h"
-
 namespace fusedmoe::cuda::sm80 {
 
 KernelConfig choose_tiles(const MlpShape& shape) {

@@ -1,7 +1,7 @@
 // The choice of tiles of mma.sync: a pure function of the problem's sizes.
 #pragma once
 
-#include "cuda/mlp/kernel_config.h"
+#include "cuda/mlp/kernel_choice.h"
 
 namespace fusedmoe::cuda::sm80 {
 

@@ -5,7 +5,7 @@
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/util.hpp>
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 inline constexpr auto kEvictNormal =
     static_cast<std::uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
@@ -24,4 +24,4 @@ __device__ inline void bulk_copy(void* target, const void* source, int bytes, st
       : "memory");
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

@@ -10,7 +10,7 @@
 #include "cuda/sm90/kernel.cuh"
 #include "cuda/sm90/tensor_map.h"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// Tensor maps of the activations of both GEMMs, by the rows of a box: 64, 32, 16, 8 of a K block.
 /// A copy costs much the same whatever it brings. With Kernel::kWideCopies only the last, and first
@@ -199,4 +199,4 @@ __device__ inline void copy_activations(SharedMemory<K>& shared, const FusedMlpP
   }
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

@@ -14,20 +14,15 @@ class Sm90Family final : public KernelFamily {
   std::string_view architectures() const override { return FUSEDMOE_SM90_ARCHITECTURES; }
   const void* kernel() const override { return sm90_probe(); }
   std::span<const TileShape> tiles(const WeightFormat& format) const override {
-    return kernel_set(format).tiles;
+    return sm90::kernel_set(format).tiles;
   }
   bool keeps_order(const WeightFormat& format, const TileShape& tile) const override {
-    return kernel_set(format).keeps_order(tile);
+    return sm90::kernel_set(format).keeps_order(tile);
   }
   bool has_row_pass(const WeightFormat& format, const TileShape& tile) const override {
-    return kernel_set(format).has_row_pass(tile);
+    return sm90::kernel_set(format).has_row_pass(tile);
   }
-  KernelConfig choose(const MlpShape& shape) const override { return choose_tiles(shape); }
-  std::span<const KernelConfig> configs() const override {
-    // Never destroyed: threads may outlive it.
-    static const auto& configs = *new std::vector<KernelConfig>(list_configs());
-    return configs;
-  }
+  KernelConfig choose(const MlpShape& shape) const override { return sm90::choose_tiles(shape); }
   std::span<const FormatLaunches> launches() const override { return sm90_launches(); }
 };
 

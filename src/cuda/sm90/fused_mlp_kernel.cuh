@@ -37,7 +37,7 @@
 #include "cuda/sm90/store_tile.cuh"
 #include "cuda/sm90/token_rows.cuh"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 template <typename K>
 __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const FusedMlpParams& p,
@@ -221,7 +221,7 @@ __global__ __launch_bounds__(K::kThreads,
   const int rank = K::kCluster > 1 ? static_cast<int>(cute::block_rank_in_cluster()) : 0;
 
   const int expert = read_expert(params);
-  init_barriers(shared, has_k_scales<K>(params));
+  init_barriers(shared, uses_k_scales<K>(params));
   if constexpr (K::kTokensAreRows) clear_scales(shared);
   shared.tables.make(threadIdx.x, K::kThreads);
   if (threadIdx.x == 0) {
@@ -246,7 +246,7 @@ __global__ __launch_bounds__(K::kThreads,
       load_activations(shared, params, maps, rank);
     } else if (warp == 2 && cute::elect_one_sync()) {
       publish_tiles(shared, params);
-    } else if (warp == 3 && has_k_scales<K>(params)) {
+    } else if (warp == 3 && uses_k_scales<K>(params)) {
       if constexpr (K::Operands::kHasKScales) load_scales(shared, params);
     }
   } else if (!K::kHasEpilogueWarpgroup || threadIdx.x < K::kThreads - 128) {
@@ -268,4 +268,4 @@ __global__ __launch_bounds__(K::kThreads,
   }
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

@@ -6,7 +6,7 @@
 
 #include "cuda/sm90/kernel_set.h"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 namespace {
 
 /// The narrowest tiles that have room for an expert's rows. Thresholds are fitted to what `fusedmoe
@@ -110,4 +110,4 @@ KernelConfig choose_tiles(const MlpShape& shape) {
   return chosen;
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

@@ -11,6 +11,7 @@
 #include "cuda/sm90/kernel_set.h"
 
 namespace fusedmoe::cuda {
+namespace sm90 {
 
 /// Rows of a tensor copy, at least and at most.
 inline constexpr int kRowUnit = 8, kMostRows = 64;
@@ -169,9 +170,11 @@ struct Kernel {
   static_assert(kStageBytes % 1024 == 0, "the swizzle repeats every 1024 bytes");
 };
 
+}  // namespace sm90
+
 template <OperandPolicy Operands, int kIndex>
-struct SharedMemory<Kernel<Operands, kIndex>> {
-  using K = Kernel<Operands, kIndex>;
+struct SharedMemory<sm90::Kernel<Operands, kIndex>> {
+  using K = sm90::Kernel<Operands, kIndex>;
   // The ring of operands: per stage the token rows, then the packed blocks.
   alignas(1024) std::uint8_t stages[K::kStages][K::kStageBytes];
   alignas(16) float scales[K::Operands::kHasKScales ? K::kStages : 1][K::kBlocksPerStage]
@@ -214,6 +217,8 @@ struct SharedMemory<Kernel<Operands, kIndex>> {
   }
 };
 
+namespace sm90 {
+
 /// Position in a ring of barriers.
 template <int kCount>
 struct RingState {
@@ -233,7 +238,7 @@ using TileState = RingState<K::kTileSlots>;
 
 /// Whether K blocks have scales of their own; the same for both GEMMs.
 template <typename K>
-__device__ inline bool has_k_scales(const FusedMlpParams& p) {
+__device__ inline bool uses_k_scales(const FusedMlpParams& p) {
   return K::Operands::kHasKScales && (p.gemms[0].token_scale_pitch > 0 || p.gemms[0].block_scales);
 }
 
@@ -279,4 +284,5 @@ __device__ __forceinline__ void init_barriers(SharedMemory<K>& shared, bool has_
   cutlass::arch::fence_barrier_init();
 }
 
+}  // namespace sm90
 }  // namespace fusedmoe::cuda

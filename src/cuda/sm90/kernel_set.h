@@ -10,7 +10,7 @@
 #include "cuda/mlp/kernel_config.h"
 #include "cuda/sm90/tiles.h"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 struct KernelSet {
   const WeightFormat* format = nullptr;
@@ -85,4 +85,4 @@ constexpr const KernelSet& kernel_set(const WeightFormat& format) {
   throw Error::internal("a weight format has no kernels");
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

@@ -7,7 +7,7 @@
 #include "cuda/sm90/fused_mlp_kernel.cuh"
 #include "fusedmoe/tensor.h"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 template <OperandPolicy Operands, int kIndex>
 void launch_kernel(const FusedMlpParams& params, const Stream& stream) {
@@ -34,4 +34,4 @@ void launch_kernel(const FusedMlpParams& params, const Stream& stream) {
                   params.overlap_previous, params, maps);
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

@@ -7,7 +7,7 @@
 #include "cuda/sm90/mainloop_promoted.cuh"
 #include "cuda/sm90/mainloop_shared.cuh"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// Widths of wgmma that are compiled: every 16 columns, but few where tiles that narrow are rare.
 template <typename K>
@@ -92,4 +92,4 @@ __device__ __forceinline__ void multiply_tile(SharedMemory<K>& shared, const Fus
   for (int b = 0; b < K::kRowBlocks; ++b) fence_accumulators(accumulators[b]);
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

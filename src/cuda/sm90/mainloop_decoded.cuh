@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/mainloop_stage.cuh"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// Weights to be decoded: the codes of a stage are read while the tensor cores work on the stage
 /// before, and decoded while they work for the other warpgroups.
@@ -54,4 +54,4 @@ __device__ __forceinline__ void multiply_decoded(SharedMemory<K>& shared, const 
   }
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

@@ -4,7 +4,7 @@
 #include "cuda/sm90/mainloop_stage.cuh"
 #include "cuda/sm90/promote.cuh"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// Weights that are decoded to FP8. Their K blocks have no scales, so the tensor cores sum up a
 /// group of kPromotedBlocks of them before they are added in fp32. The second half of a K block is
@@ -114,4 +114,4 @@ __device__ __forceinline__ void multiply_decoded_ahead(SharedMemory<K>& shared,
   }
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

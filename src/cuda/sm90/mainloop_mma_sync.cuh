@@ -4,7 +4,7 @@
 #include "cuda/device/mma_sync.cuh"
 #include "cuda/sm90/mainloop_stage.cuh"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// As multiply_decoded() of few tokens, each warp by itself: wgmma takes as long for 8 columns as
 /// for 64.
@@ -51,4 +51,4 @@ __device__ __forceinline__ void multiply_mma_sync(SharedMemory<K>& shared, const
   multiply_stage(last_blocks(tile, coords));
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

@@ -4,7 +4,7 @@
 #include "cuda/sm90/mainloop_stage.cuh"
 #include "cuda/sm90/promote.cuh"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// Lets two warpgroups use the tensor cores in turns, see Kernel::kTakesTurns: while one
 /// multiplies, the other promotes. Without it both would promote at the same time, and the tensor
@@ -73,4 +73,4 @@ __device__ __forceinline__ void multiply_promoted(SharedMemory<K>& shared, const
   }
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/mainloop_stage.cuh"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// Weights as they are: the tensor cores read both operands from shared memory, one stage while the
 /// next is awaited. The last stage, which may have no block for this K group, stands apart: with
@@ -48,4 +48,4 @@ __device__ __forceinline__ void multiply_shared(SharedMemory<K>& shared, const W
   stage.advance();
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

@@ -6,7 +6,7 @@
 #include "cuda/sm90/kernel.cuh"
 #include "cuda/sm90/wgmma.cuh"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 template <typename K>
 __device__ inline int num_stages(const WorkTile& tile) {
@@ -83,4 +83,4 @@ __device__ inline StageCodes<K> load_codes(const StageOperands<K>& operands,
   return codes;
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

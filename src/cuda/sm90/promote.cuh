@@ -3,7 +3,7 @@
 
 #include "cuda/sm90/kernel.cuh"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// The scales of a K block in shared memory for a warp, and whether there are any.
 struct KScales {
@@ -67,4 +67,4 @@ __device__ __forceinline__ void promote(const float (&sums)[kCount], int first_c
   });
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

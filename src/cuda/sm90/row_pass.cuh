@@ -6,7 +6,7 @@
 #include "cuda/mlp/stored_rows.cuh"
 #include "cuda/rows/row_transform.cuh"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// function(unit, value) for a thread's units of a row, every `threads`-th; several are read at the
 /// same time. All lanes of a warp call it together, with zeros behind the end of the row. There is
@@ -67,4 +67,4 @@ __device__ __forceinline__ void quantize_rows(SharedMemory<K>& shared, const Fus
   }
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

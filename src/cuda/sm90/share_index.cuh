@@ -5,7 +5,7 @@
 
 #include "cuda/sm90/kernel.cuh"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// As wait(), for what other blocks of the cluster wrote.
 __device__ inline void wait_in_cluster(const std::uint64_t* barrier, std::uint32_t phase) {
@@ -49,4 +49,4 @@ __device__ inline int share_index(SharedMemory<K>& shared, const TileState<K>& s
   return index;
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cute/arch/util.hpp>
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// Four blocks. Of block b, lane l holds element (l / 4, 2 (l % 4)) in the low and
 /// (l / 4, 2 (l % 4) + 1) in the high half of its b-th number; row r of the block becomes the 16
@@ -16,4 +16,4 @@ __device__ inline void store_matrices(void* shared_address, const std::uint32_t 
                : "memory");
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

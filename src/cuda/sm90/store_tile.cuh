@@ -5,7 +5,7 @@
 #include "cuda/mlp/epilogue_groups.cuh"
 #include "cuda/sm90/kernel.cuh"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// The warpgroup's own accumulators, before it goes on to the next tile.
 template <typename K>
@@ -66,4 +66,4 @@ __device__ inline void accept_nothing(SharedMemory<K>& shared, std::uint32_t pha
   arrive(&shared.partials_free);
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

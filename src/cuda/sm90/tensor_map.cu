@@ -5,7 +5,7 @@
 
 #include "cuda/device/check.h"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 namespace {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
@@ -51,4 +51,4 @@ CUtensorMap make_tensor_map(const MappedRows& rows, int box_rows, int box_k_bloc
   return map;
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// The type of an element in a tensor map.
 template <typename Element>
@@ -34,4 +34,4 @@ struct MappedRows {
 /// Throws Error when the driver refuses.
 CUtensorMap make_tensor_map(const MappedRows& rows, int box_rows, int box_k_blocks = 1);
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

@@ -3,7 +3,7 @@
 
 #include "cuda/mlp/tile_shape.h"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// The tiles of operands with 16-bit activations, from few tokens to many.
 inline constexpr TileShape kTiles16Bit[] = {
@@ -45,4 +45,4 @@ inline constexpr TileShape kTilesDecodedFp8[] = {
     {16, 1, 4, 1, 1}, {32, 4, 1, 1, 1}, {64, 4, 1, 1, 1}, {96, 2, 1, 1, 2}, {192, 2, 1, 1, 2},
 };
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

@@ -10,7 +10,7 @@
 #include "cuda/sm90/mainloop_stage.cuh"
 #include "cuda/sm90/store_matrices.cuh"
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// Slices of 8 weight rows of a row group.
 template <typename K>
@@ -380,4 +380,4 @@ __device__ inline void store_token_rows(SharedMemory<K>& shared, const FusedMlpP
   }
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

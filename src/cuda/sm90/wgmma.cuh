@@ -15,7 +15,7 @@
 #include <type_traits>
 #include <utility>
 
-namespace fusedmoe::cuda {
+namespace fusedmoe::cuda::sm90 {
 
 /// The atoms of width kN: `SharedA` with both operands in shared memory; `RegisterA` with the
 /// 64-row operand in registers.
@@ -154,4 +154,4 @@ __device__ inline void fence_accumulators(float (&accumulators)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(accumulators[i])::"memory");
 }
 
-}  // namespace fusedmoe::cuda
+}  // namespace fusedmoe::cuda::sm90

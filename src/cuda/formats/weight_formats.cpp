@@ -1,9 +1,7 @@
-#include "cuda/formats/weight_format.h"
+#include "cuda/formats/weight_formats.h"
 
 #include <algorithm>
 #include <array>
-
-#include "cuda/formats/weight_formats.h"
 
 namespace fusedmoe::cuda {
 
