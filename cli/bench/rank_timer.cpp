@@ -4,6 +4,8 @@
 
 #include "bench/bench_problem.h"
 
+#include "bench/rank_link.h"
+
 namespace fusedmoe::cli {
 
 using Clock = std::chrono::steady_clock;

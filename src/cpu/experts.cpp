@@ -84,7 +84,8 @@ Support CpuDescriptor::supports(const MoeConfig& config) const {
   }
   return core::supports_on_cpu(config,
                                is_named(config.scheme) && has_codes(config.scheme.weights) &&
-                                   has_codes(config.scheme.down_weights()),
+                                   has_codes(config.scheme.down_weights()) &&
+                                   has_rows(config.scheme.activations),
                                "every named scheme");
 }
 

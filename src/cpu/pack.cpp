@@ -91,17 +91,6 @@ class NodeWishes {
   bool some_;
 };
 
-}  // namespace
-
-void copy_tiles(const PackedGemm& from, const Tensor& source, std::int64_t from_expert,
-                const PackedGemm& to, const Tensor& target, std::int64_t to_expert) {
-  for (std::int64_t tile = 0; tile < to.num_tiles; ++tile) {
-    std::memcpy(target.as<std::byte>() + to.offset(to_expert, tile),
-                source.as<const std::byte>() + from.offset(from_expert, tile),
-                static_cast<std::size_t>(to.tile_bytes));
-  }
-}
-
 /// Both GEMMs of a layer, without parts.
 std::array<PackedGemm, 2> make_gemms(const QuantScheme& scheme, std::int64_t hidden,
                                      std::int64_t intermediate, bool gated,
@@ -120,6 +109,17 @@ std::array<PackedGemm, 2> make_gemms(const QuantScheme& scheme, std::int64_t hid
   return {gemm(scheme.weights, formats[0], hidden, round_up(hidden, kGroup), tiles1),
           gemm(scheme.down_weights(), formats[1], intermediate, tiles1 * outputs,
                round_up(hidden, kTileColumns) / kTileColumns)};
+}
+
+}  // namespace
+
+void copy_tiles(const PackedGemm& from, const Tensor& source, std::int64_t from_expert,
+                const PackedGemm& to, const Tensor& target, std::int64_t to_expert) {
+  for (std::int64_t tile = 0; tile < to.num_tiles; ++tile) {
+    std::memcpy(target.as<std::byte>() + to.offset(to_expert, tile),
+                source.as<const std::byte>() + from.offset(from_expert, tile),
+                static_cast<std::size_t>(to.tile_bytes));
+  }
 }
 
 std::int64_t packed_bytes(const MoeConfig& config) {

@@ -115,6 +115,12 @@ bool has_codes(const QuantKey& weights) {
   return codes_of(weights).has_value();
 }
 
+bool has_rows(const std::optional<QuantKey>& activations) {
+  const bool integers =
+      activations && (activations->value == DType::kI8 || activations->value == DType::kI16);
+  return !integers || activations->group.cols < 0 || activations->group.cols % kGroup == 0;
+}
+
 Compute compute_of(const QuantScheme& scheme, DType dtype) {
   const auto& multiply = kernels().multiply;
   const auto available = [&](Compute compute) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -12,6 +13,9 @@ namespace fusedmoe::cpu {
 
 /// Whether the CPU experts have tiles for weights of a key.
 bool has_codes(const QuantKey& weights);
+/// Whether they have rows quantized with a key: the kernels of integers add up 32 products at least
+/// before they multiply by a scale.
+bool has_rows(const std::optional<QuantKey>& activations);
 /// Element type of the rows that enter the GEMMs, with this machine's instruction set.
 Compute compute_of(const QuantScheme& scheme, DType dtype);
 inline std::int64_t element_bytes(Compute compute) {

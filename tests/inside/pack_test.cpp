@@ -133,4 +133,14 @@ TEST(RepackTest, RefusesWhatDoesNotFit) {
       << "weights of another configuration";
 }
 
+TEST(TileFormatTest, RowsOfIntegersHaveGroupsOfAtLeast32) {
+  const std::pair<std::optional<QuantKey>, bool> rows[] = {
+      {std::nullopt, true},           {keys::int8_row(true), true},  {keys::int8_group(32), true},
+      {keys::int16_group(128), true}, {keys::int8_group(16), false}, {keys::int16_group(16), false},
+      {keys::nvfp4(true), true}};
+  for (const auto& [key, expected] : rows) {
+    EXPECT_EQ(cpu::has_rows(key), expected) << name(QuantScheme{keys::int4(32), key});
+  }
+}
+
 }  // namespace fusedmoe::pack_test

@@ -2,6 +2,8 @@
 // cpu/kernels/simd_vector.h). Included by isa_*.cpp only.
 #pragma once
 
+#include <cmath>
+
 #include "cpu/kernels.h"
 
 namespace fusedmoe::cpu {

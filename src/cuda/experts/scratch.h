@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/workspace.h"
+#include "cuda/formats/weight_format.h"
 #include "cuda/mlp/kernel_config.h"
 #include "fusedmoe/experts.h"
 
