@@ -3,7 +3,6 @@
 #include <chrono>
 
 #include "bench/bench_problem.h"
-
 #include "bench/rank_link.h"
 
 namespace fusedmoe::cli {

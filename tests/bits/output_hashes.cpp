@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <map>
 #include <string>
+#include <string_view>
 
 #include "../unit/layer_problem.h"
 #include "fusedmoe/runtime.h"

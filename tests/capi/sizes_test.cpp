@@ -1,6 +1,7 @@
 // Sizes that nothing can have are refused before anything is allocated for them.
 #include <functional>
 #include <limits>
+#include <string>
 
 #include "capi_test.h"
 

@@ -2,7 +2,10 @@
 // so all but the router is compared bit for bit.
 #include "moe/backend.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <tuple>
 #include <utility>

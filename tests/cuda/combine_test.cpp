@@ -1,6 +1,8 @@
 // The weighted sum of GEMM 2's rows on the GPU against a plain loop in the same order, bit for bit.
 #include "cuda/rows/combine.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <string>

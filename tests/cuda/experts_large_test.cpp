@@ -1,6 +1,7 @@
 // Offsets beyond 2^31 elements: 300,000 tokens with 8 experts each. Rows of a sample of tokens are
 // compared with the reference, which computes only these.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <string>
 #include <vector>

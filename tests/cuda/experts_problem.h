@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +16,7 @@
 #include <vector>
 
 #include "../unit/error_text.h"
+#include "cuda/formats/weight_formats.h"
 #include "cuda/sm80/family.h"
 #include "cuda/sm90/family.h"
 #include "cuda_test.h"

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/mlp/kernel_choice.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/quant.h"

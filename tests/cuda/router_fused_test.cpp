@@ -13,6 +13,7 @@
 #include "cuda/router/router.h"
 #include "cuda/rows/permute.h"
 #include "cuda_test.h"
+#include "fusedmoe/error.h"
 #include "fusedmoe/quant.h"
 #include "testing/cases.h"
 

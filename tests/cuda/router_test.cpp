@@ -9,6 +9,7 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "cuda_test.h"
 #include "fusedmoe/error.h"

@@ -1,5 +1,6 @@
 // Every scheme that the Hopper experts run, for each dtype of rows: against the reference, in every
 // tile configuration, and back from packed weights. Quantized activations have the bits of the CPU.
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <random>
@@ -7,6 +8,7 @@
 #include <vector>
 
 #include "../unit/temporary_directory.h"
+#include "cuda/mlp/kernel_choice.h"
 #include "cuda/rows/permute.h"
 #include "cuda_test.h"
 #include "experts_problem.h"

@@ -2,6 +2,7 @@
 // configuration fits in the workspace that was sized without it.
 #include "moe/tuned_configs.h"
 
+#include <algorithm>
 #include <string>
 #include <string_view>
 #include <vector>

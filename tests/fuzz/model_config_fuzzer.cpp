@@ -1,6 +1,7 @@
 // Any text as a config.json: an Error, or a configuration whose tensors have sensible sizes.
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 
 #include "checkpoint/block_tensors.h"
 #include "fusedmoe/checkpoint.h"

@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "fusedmoe/checkpoint.h"
+#include "fusedmoe/tensor.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   using namespace fusedmoe;

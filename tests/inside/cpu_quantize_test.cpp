@@ -3,6 +3,7 @@
 // values those of load_f32().
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>

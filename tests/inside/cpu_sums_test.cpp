@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <vector>
 
 #include "cpu/kernels.h"
 #include "fusedmoe/quant.h"

@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <functional>
+#include <vector>
 
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/quant.h"

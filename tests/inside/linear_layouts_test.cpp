@@ -2,6 +2,7 @@
 #include "checkpoint/linear_codec.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
 

@@ -1,6 +1,7 @@
 // router_logits() against dot products in double, and its independence of the batch.
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <string>

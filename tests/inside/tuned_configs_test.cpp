@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <filesystem>
+#include <fstream>
 
 #include "error_text.h"
 #include "fusedmoe/selection.h"

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "../unit/layer_problem.h"
 #include "fusedmoe/layer.h"

@@ -2,6 +2,8 @@
 // of the build: see fusedmoe_headers in tests/CMakeLists.txt.
 #include <gtest/gtest.h>
 
+#include <cstdio>
+
 #include "fusedmoe/layer.h"
 #include "fusedmoe/version.h"
 

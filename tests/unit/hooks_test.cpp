@@ -2,6 +2,7 @@
 // them against merged weights.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <stdexcept>
 #include <string>
 #include <vector>

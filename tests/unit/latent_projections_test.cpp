@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <vector>
 
 #include "error_text.h"
 #include "fusedmoe/layer.h"

@@ -1,6 +1,7 @@
 // MoeLayer in place, and with pinned plans.
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <nlohmann/json.hpp>
 
 #include "error_text.h"

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "fusedmoe/layer.h"
 #include "fusedmoe/quant.h"

@@ -2,6 +2,7 @@
 // start_prepare and start_finalize refuse what does not fit before they write.
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <functional>
 #include <string>
 #include <vector>

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <vector>
 
 #include "fusedmoe/tensor.h"
 #include "gtest/gtest.h"
