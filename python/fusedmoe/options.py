@@ -1,9 +1,10 @@
-"""What **options, settings and infos hold: names and types, for type checkers and help()."""
+"""What **options, settings and infos hold: names and types, for type checkers and help().
 
-from __future__ import annotations
+Annotations are types here, not texts that takes() would have to read at each import.
+"""
 
 import inspect
-from typing import Any, Callable, FrozenSet, Optional, TypedDict, TypeVar, get_type_hints
+from typing import Any, Callable, FrozenSet, Optional, TypedDict, TypeVar
 
 from ._arrays import Array, Path
 from .ranks import Communicator
@@ -190,7 +191,7 @@ def takes(options: Any) -> Callable[[_Function], _Function]:
         named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         named += [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
-            for name, hint in get_type_hints(options).items()
+            for name, hint in options.__annotations__.items()
         ]
         setattr(function, "__signature__", signature.replace(parameters=named))
         return function
