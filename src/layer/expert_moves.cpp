@@ -86,20 +86,30 @@ struct Travelling {
   std::vector<Message> sends, receives;
 };
 
-}  // namespace
+/// Experts of a rank that leave it at a time: copies of them take memory.
+constexpr std::size_t kLeaveTogether = 8;
 
-std::vector<Arrival> bring(Communicator& communicator, const Experts& experts,
-                           const PackedWeights& packed, std::span<const Transfer> transfers,
-                           std::string_view what) {
-  const int rank = communicator.rank();
-  std::vector<Transfer> between;
+/// The transfers between ranks, in parts that travel together.
+std::vector<std::vector<Transfer>> rounds_of(std::span<const Transfer> transfers) {
+  std::vector<std::vector<Transfer>> rounds;
+  std::map<int, std::size_t> leaving;
   for (const Transfer& each : transfers) {
-    if (each.from >= 0 && each.from != each.to) between.push_back(each);
+    if (each.from < 0 || each.from == each.to) continue;
+    const std::size_t round = leaving[each.from]++ / kLeaveTogether;
+    if (round == rounds.size()) rounds.emplace_back();
+    rounds[round].push_back(each);
   }
+  return rounds;
+}
+
+void bring_round(Communicator& communicator, const Experts& experts, const PackedWeights& packed,
+                 std::span<const Transfer> transfers, const Receive& receive,
+                 std::string_view what) {
+  const int rank = communicator.rank();
   Travelling travelling;
   Json leaving = Json::array();
   const auto copy = [&] {
-    for (const Transfer& each : between) {
+    for (const Transfer& each : transfers) {
       if (each.from != rank) continue;
       PackedParts& parts = travelling.leaving[each.from_place];
       if (parts.empty()) parts = packed.extract_expert(each.from_place)->parts();
@@ -113,7 +123,7 @@ std::vector<Arrival> bring(Communicator& communicator, const Experts& experts,
     std::vector<Json> described;
     for (const std::string& text : texts) described.push_back(Json::parse(text));
     std::vector<std::size_t> next(texts.size());
-    for (const Transfer& each : between) {
+    for (const Transfer& each : transfers) {
       const Json& parts = described[each.from].at(next[each.from]++);
       if (each.to != rank) continue;
       travelling.arriving.emplace_back(each.place, make_parts(parts));
@@ -122,14 +132,21 @@ std::vector<Arrival> bring(Communicator& communicator, const Experts& experts,
   };
   communicator.together(make_room, what);
   communicator.exchange(travelling.sends, travelling.receives, {}, what);
-  std::vector<Arrival> arrivals;
   const auto assemble = [&] {
     for (const auto& [place, parts] : travelling.arriving) {
-      arrivals.push_back({place, experts.from_parts(core::info_of_one(packed.info()), parts)});
+      receive({place, experts.from_parts(core::info_of_one(packed.info()), parts)});
     }
   };
   communicator.together(assemble, what);
-  return arrivals;
+}
+
+}  // namespace
+
+void bring(Communicator& communicator, const Experts& experts, const PackedWeights& packed,
+           std::span<const Transfer> transfers, const Receive& receive, std::string_view what) {
+  for (const std::vector<Transfer>& round : rounds_of(transfers)) {
+    bring_round(communicator, experts, packed, round, receive, what);
+  }
 }
 
 }  // namespace fusedmoe::layer

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -32,11 +33,11 @@ struct Arrival {
   std::int64_t place;
   std::shared_ptr<const PackedWeights> expert;
 };
-/// Collective: brings what goes from one rank to another. `packed` is what this rank has, of the
-/// layout (PackedWeights::expert_layout()) that the others have. If a rank cannot do its part, all
-/// throw an Error with its text. It takes memory for the experts that leave until it returns.
-std::vector<Arrival> bring(Communicator& communicator, const Experts& experts,
-                           const PackedWeights& packed, std::span<const Transfer> transfers,
-                           std::string_view what);
+using Receive = std::function<void(Arrival)>;
+/// Collective: brings what goes from one rank to another, a few experts of each rank at a time.
+/// `packed` is what this rank has, of the layout (PackedWeights::expert_layout()) that the others
+/// have. If a rank cannot do its part, or `receive` throws, all throw an Error with its text.
+void bring(Communicator& communicator, const Experts& experts, const PackedWeights& packed,
+           std::span<const Transfer> transfers, const Receive& receive, std::string_view what);
 
 }  // namespace fusedmoe::layer

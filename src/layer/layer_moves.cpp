@@ -107,8 +107,9 @@ void MoeLayer::start_move(const ExpertPlacement& wanted) {
   std::erase_if(moving, [&](const layer::Transfer& each) {
     return held[each.to][each.place] == each.expert;
   });
-  std::vector<layer::Arrival> arrivals =
-      layer::bring(*impl.communicator, impl.kernel.experts(), *impl.packed, moving, kMoving);
+  std::vector<layer::Arrival> arrivals;
+  const auto keep = [&](layer::Arrival expert) { arrivals.push_back(std::move(expert)); };
+  layer::bring(*impl.communicator, impl.kernel.experts(), *impl.packed, moving, keep, kMoving);
   const auto copy_own = [&] {
     const int rank = impl.communicator->rank();
     for (const layer::Transfer& each : moving) {
@@ -177,11 +178,8 @@ void MoeLayer::Impl::fill(const Impl& before, const layer::Holdings& held,
   const layer::Holdings wanted = layer::holdings_of(*placement);
   const std::vector<layer::Transfer> transfers = layer::transfers(held, wanted);
   const Experts& experts = kernel.experts();
-  const std::vector<layer::Arrival> arrivals =
-      layer::bring(ranks, experts, *before.packed, transfers, kRebinding);
-  const auto put_all = [&] {
+  const auto put_own = [&] {
     packed = experts.make_room(*before.packed);
-    for (const layer::Arrival& each : arrivals) packed->replace_expert(each.place, *each.expert);
     for (const layer::Transfer& each : transfers) {
       if (each.to != rank) continue;
       if (each.from == rank) {
@@ -193,7 +191,11 @@ void MoeLayer::Impl::fill(const Impl& before, const layer::Holdings& held,
     // A rank without experts keeps one that no token reaches.
     if (wanted[rank].empty()) packed->replace_expert(0, *before.packed->extract_expert(0));
   };
-  ranks.together(put_all, kRebinding);
+  ranks.together(put_own, kRebinding);
+  const auto put = [&](const layer::Arrival& each) {
+    packed->replace_expert(each.place, *each.expert);
+  };
+  layer::bring(ranks, experts, *before.packed, transfers, put, kRebinding);
 }
 
 void MoeLayer::rebind(std::shared_ptr<Communicator> communicator, const ExpertPlacement& wanted,

@@ -28,6 +28,7 @@ struct RankProblem {
   bool routed = false;  // ids are given, some of them -1
   bool hooks = false;
   bool moves = false;  // experts, before each step
+  int left = 0;        // ranks that at last go on without the others
   std::int64_t max_tokens = 0;
   std::vector<std::vector<std::int64_t>> tokens;  // of each step: for each group with own tokens
 };
@@ -132,6 +133,11 @@ RankProblem random_problem(Random& random) {
   problem.sliced = !deployment.expert_parallel || (!how.placement && one_in(random, 2));
   problem.routed = !how.monolithic && one_in(random, 2);
   problem.moves = how.experts == "cpu" && deployment.expert_parallel && one_in(random, 3);
+  if (problem.moves) {  // ranks with the same tokens stay together
+    const bool groups = deployment.dp_size > 1;
+    const int unit = groups ? deployment.tp_size : 1;
+    problem.left = unit * static_cast<int>(1 + random.below(size / unit));
+  }
   problem.max_tokens = 1 + random.below(12);
   for (std::int64_t step = 0; step < 1 + random.below(3); ++step) {
     std::vector<std::int64_t>& tokens = problem.tokens.emplace_back();
@@ -175,6 +181,7 @@ std::string describe(const RankProblem& problem) {
   add("sliced", problem.sliced);
   add("routed", problem.routed);
   add("moves", problem.moves);
+  add("left", problem.left);
   return text;
 }
 
@@ -241,6 +248,24 @@ ExpertPlacement shuffled(const ExpertPlacement& placement, std::uint64_t seed) {
   return {placement.num_experts(), placement.num_ranks(), experts, placement.rank_of()};
 }
 
+/// Binds the layer to the ranks that are left, which have any placement.
+void leave_some_out(const RankProblem& problem, const LayerWeights& weights,
+                    const std::shared_ptr<Communicator>& part, MoeLayer& layer) {
+  const std::int64_t num_experts = problem.spec.experts.num_experts;
+  const auto placement = problem.spec.experts.seed % 2 == 0
+                             ? ExpertPlacement::linear(num_experts, problem.left)
+                             : ExpertPlacement::round_robin(num_experts, problem.left);
+  try {
+    layer.rebind(part, placement, [&](std::int64_t expert) {
+      ExpertWeights one = weights.experts;
+      one.experts = {weights.experts.experts[static_cast<std::size_t>(expert)]};
+      return one;
+    });
+  } catch (const Error& error) {
+    throw Failure{std::string("rebind: ") + error.what()};
+  }
+}
+
 /// What one rank does: all steps, each compared with those of a layer on one rank. Returns the text
 /// of the Error that it throws, empty for none.
 std::string run_rank(const RankProblem& problem, const LayerWeights& weights,
@@ -254,20 +279,31 @@ std::string run_rank(const RankProblem& problem, const LayerWeights& weights,
   try {
     MoeLayer layer(problem.sliced ? local_weights(weights, options.parallel) : weights, options);
     const MoeLayer alone(weights, one);
+    const auto compare_step = [&](std::size_t number, bool bits) {
+      const Step step = step_of(problem, number, rank);
+      const Tensor actual = forward(problem, layer, step, problem.max_tokens);
+      const Tensor expected = forward(problem, alone, step, 0);
+      const std::string what = "rank " + std::to_string(rank) + ", step " + std::to_string(number);
+      if (!bits) {
+        expect_close(actual, expected, tolerance(problem), what);
+      } else if (!bitwise_equal(actual, expected)) {
+        throw Failure{what + ": not the bits of one rank"};
+      }
+    };
     for (std::size_t number = 0; number < problem.tokens.size(); ++number) {
       if (problem.moves && layer.placement()) {
         layer.start_move(shuffled(*layer.placement(), problem.spec.experts.seed + number));
         layer.commit_move();
       }
-      const Step step = step_of(problem, number, rank);
-      const Tensor actual = forward(problem, layer, step, problem.max_tokens);
-      const Tensor expected = forward(problem, alone, step, 0);
-      const std::string what = "rank " + std::to_string(rank) + ", step " + std::to_string(number);
-      if (!promises_bits(problem)) {
-        expect_close(actual, expected, tolerance(problem), what);
-      } else if (!bitwise_equal(actual, expected)) {
-        throw Failure{what + ": not the bits of one rank"};
-      }
+      compare_step(number, promises_bits(problem));
+    }
+    if (problem.moves && layer.placement()) {
+      const auto part = communicator->split(rank < problem.left ? 1 : 0);
+      if (rank >= problem.left) return {};
+      leave_some_out(problem, weights, part, layer);
+      // Ranks of one group that are left only add sums.
+      const bool sends = layer.selection().prepare_finalize->name() == how.transport;
+      compare_step(0, promises_bits(problem) && (sends || problem.left == 1));
     }
   } catch (const Error& error) {
     return error.what();

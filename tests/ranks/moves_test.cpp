@@ -1,13 +1,8 @@
-// Experts that move between ranks while the layer serves, and to the survivors of a failure: the
-// bits stay those of one rank, and what a rank holds is what a layer made with the new placement
-// holds.
-#include <csignal>
-
+// Experts that move between ranks while the layer serves: the bits stay those of one rank, and what
+// a rank holds is what a layer made with the new placement holds.
 #include "../unit/temporary_directory.h"
-#include "error_text.h"
 #include "fusedmoe/quant.h"
-#include "processes.h"
-#include "rank_layers.h"
+#include "moving.h"
 
 namespace fusedmoe::moves_test {
 
@@ -15,54 +10,22 @@ using testing::bitwise_equal;
 using testing::Case;
 using testing::Communicators;
 using testing::errors_of_ranks;
+using testing::expect_as_made_anew;
+using testing::expect_same_parts;
 using testing::forward_exactly;
 using testing::has;
+using testing::hidden_states_of;
+using testing::kExperts;
 using testing::kPatient;
+using testing::kTokens;
 using testing::make_communicators;
-using testing::make_hidden_states;
 using testing::make_layer_weights;
 using testing::one_rank_options;
+using testing::random_placement;
 using testing::rank_options;
 using testing::RankCase;
 using testing::run_ranks;
 using testing::small_weights;
-
-constexpr std::int64_t kTokens = 5, kExperts = 6;
-
-/// Any order of the experts, and of copies of the first two, on ranks of three, three and two.
-ExpertPlacement random_placement(std::uint64_t seed) {
-  std::vector<std::int32_t> experts{0, 1, 2, 3, 4, 5, 0, 1};
-  testing::Random random(seed);
-  for (std::size_t i = experts.size(); i > 1; --i) {
-    std::swap(experts[i - 1], experts[static_cast<std::size_t>(random.below(i))]);
-  }
-  return {kExperts, 3, experts, {0, 1, 2, 0, 1, 2, 0, 1}};
-}
-
-Tensor hidden_states_of(int rank, std::int64_t tokens) {
-  return testing::random_tensor(DType::kBF16, {tokens, 64}, 1,
-                                30 + static_cast<std::uint64_t>(rank));
-}
-
-void expect_same_parts(const PackedWeights& actual, const PackedWeights& expected) {
-  const PackedParts a = actual.parts(), e = expected.parts();
-  ASSERT_EQ(a.size(), e.size());
-  for (const auto& [name, tensor] : e) {
-    ASSERT_TRUE(a.contains(name)) << name;
-    EXPECT_TRUE(bitwise_equal(a.at(name), tensor)) << name;
-  }
-  EXPECT_EQ(actual.info().a1_scale, expected.info().a1_scale);
-  EXPECT_EQ(actual.info().a2_scale, expected.info().a2_scale);
-}
-
-/// What a layer of these options holds and computes is what a new one does.
-void expect_as_made_anew(const MoeLayer& layer, const LayerWeights& weights, LayerOptions options) {
-  options.ranks.placement = layer.placement();
-  const MoeLayer anew(weights, options);
-  expect_same_parts(layer.packed_weights(), anew.packed_weights());
-  const Tensor x = hidden_states_of(options.ranks.communicator->rank(), 4);
-  EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), forward_exactly(anew, x, kTokens)));
-}
 
 class Moves : public ::testing::TestWithParam<testing::Way> {
  protected:
@@ -294,149 +257,26 @@ TEST(MovesTest, NeedExpertsThatAreSharedAndCanMove) {
   });
 }
 
-/// The weights of an expert, as a checkpoint gives them.
-ExpertSource source_of(const LayerWeights& weights) {
-  return [&](std::int64_t expert) {
-    ExpertWeights one = weights.experts;
-    one.experts = {weights.experts.experts[static_cast<std::size_t>(expert)]};
-    return one;
-  };
-}
-
-/// While rank 1 is gone the others begin a move, or a forward; then they go on without it.
-TEST_P(Moves, SurvivorsGoOn) {
-  how_.batch_invariant = true;
-  const LayerWeights weights = small_weights();
-  const MoeLayer alone(weights, one_rank_options(how_, DType::kBF16));
-  const Communicators comms = make_communicators(3, how_.lend, {kPatient});
-  const Communicators left = make_communicators(2, how_.lend, {kPatient});
-  const ExpertPlacement moved(kExperts, 2, {5, 4, 3, 2, 1, 0, 3}, {1, 0, 0, 1, 0, 0, 1});
-  run_ranks(3, [&](int rank) {
-    MoeLayer layer(weights, options_on(comms[rank]));
-    layer.start_move(random_placement(2));
-    layer.commit_move();
-    if (rank == 1) return comms[1]->abort("a core is gone");
-    const std::string error = testing::error_text([&] { layer.start_move(random_placement(3)); });
-    EXPECT_TRUE(has(error, "a core is gone")) << error;
-    EXPECT_EQ(layer.placement(), random_placement(2));
-    const int survivor = rank / 2;
-    layer.rebind(left[survivor], moved, source_of(weights));
-    for (int step = 0; step < 4; ++step) {
-      const Tensor x = hidden_states_of(rank + step, (rank + step) % 4);
-      EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), forward_exactly(alone, x, 0)));
-      if (step == 1)
-        layer.start_move(
-            ExpertPlacement(kExperts, 2, {0, 1, 2, 3, 4, 5, 3}, {1, 0, 0, 1, 0, 0, 1}));
-      if (step == 2) layer.commit_move();
-    }
-    how_.size = 2;
-    expect_as_made_anew(layer, weights, options_on(left[survivor]));
-  });
-}
-
-TEST(MovesTest, SurvivorsOfEveryScheme) {
-  for (const char* name : {"mxfp4_w4a16", "fp8_tensor_static", "int4_g32_zp", "nvfp4", "w4a8"}) {
-    SCOPED_TRACE(name);
-    Case spec;
-    spec.num_experts = kExperts;
-    spec.scheme = parse_scheme(name);
-    spec.bias = true;
-    const LayerWeights weights = make_layer_weights({spec});
-    const Communicators comms = make_communicators(3, true, {kPatient});
-    const Communicators left = make_communicators(2, true, {kPatient});
-    run_ranks(3, [&](int rank) {
-      MoeLayer layer(weights, rank_options({.size = 3}, DType::kBF16, kTokens, comms[rank]));
-      if (rank == 2) return;
-      layer.rebind(left[rank], ExpertPlacement::round_robin(kExperts, 2), source_of(weights));
-      expect_as_made_anew(layer, weights,
-                          rank_options({.size = 2}, DType::kBF16, kTokens, left[rank]));
-    });
+/// More experts than leave a rank at a time.
+TEST(MovesTest, ManyExpertsMoveAndAreBoundAgain) {
+  constexpr std::int64_t kMany = 44;
+  const LayerWeights weights = make_layer_weights({Case{.num_experts = kMany}});
+  std::vector<std::int32_t> swapped, ranks;
+  for (std::int32_t e = 0; e < kMany; ++e) {
+    swapped.push_back(e);
+    ranks.push_back(e < kMany / 2 ? 1 : 0);
   }
-}
-
-/// Copies make the loss of a rank bearable without a checkpoint; without them it is an Error.
-TEST(MovesTest, ExpertsThatAreNowhereAreAnError) {
-  const LayerWeights weights = small_weights();
-  RankCase how{.size = 2};
-  how.placement = ExpertPlacement(kExperts, 2, {0, 1, 2, 3, 4, 5, 3, 4}, {0, 0, 0, 0, 0, 1, 1, 1});
   const Communicators comms = make_communicators(2, true, {kPatient});
-  const Communicators left = make_thread_communicators(1);
+  const Communicators again = make_communicators(2, true, {kPatient});
   run_ranks(2, [&](int rank) {
+    const RankCase how{.size = 2};
     MoeLayer layer(weights, rank_options(how, DType::kBF16, kTokens, comms[rank]));
-    if (rank == 1) return comms[1]->abort("gone");
-    const ExpertPlacement all = ExpertPlacement::linear(kExperts, 1);
-    const std::string error = testing::error_text([&] { layer.rebind(left[0], all); });
-    EXPECT_TRUE(has(error, "placement has expert 5, which none of these ranks has")) << error;
-    layer.rebind(left[0], all, [&](std::int64_t expert) {
-      EXPECT_EQ(expert, 5);
-      return source_of(weights)(expert);
-    });
-    const MoeLayer alone(weights, one_rank_options({}, DType::kBF16));
-    const Tensor x = hidden_states_of(0, 4);
-    EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), forward_exactly(alone, x, 0)));
+    layer.start_move({kMany, 2, swapped, ranks});
+    layer.commit_move();
+    expect_as_made_anew(layer, weights, rank_options(how, DType::kBF16, kTokens, comms[rank]));
+    layer.rebind(again[rank], ExpertPlacement::linear(kMany, 2));
+    expect_as_made_anew(layer, weights, rank_options(how, DType::kBF16, kTokens, again[rank]));
   });
 }
-
-#if !defined(__SANITIZE_THREAD__)  // which refuses threads after a fork
-/// A communicator of processes, over TCP: one that ends is noticed at once.
-std::shared_ptr<Communicator> join(int rank, int size, ControlPlane& texts, const std::string& name,
-                                   bool shared_memory) {
-  int calls = 0;
-  const auto gather = [&](const std::string& text) {
-    const std::string call = name + std::to_string(calls++) + "/";
-    texts.post(call + std::to_string(rank), text);
-    std::vector<std::string> all;
-    for (int r = 0; r < size; ++r) {
-      all.push_back(texts.read(call + std::to_string(r), kPatient).value());
-    }
-    return all;
-  };
-  CommunicatorOptions options{kPatient};
-  options.shared_memory = shared_memory;
-  return make_communicator(rank, size, make_control_plane(rank, size, gather, kPatient), options);
-}
-
-/// Over memory that they share, and over TCP. Rank 1 is killed; the others go on.
-TEST(MovesTest, ProcessesMoveExpertsAndSurvive) {
-  const LayerWeights weights = small_weights();
-  const RankCase how{.size = 3, .placement = random_placement(0), .batch_invariant = true};
-  for (const bool shared_memory : {true, false}) {
-    const auto serve = [&](int rank, ControlPlane& texts) {
-      const MoeLayer alone(weights, one_rank_options(how, DType::kBF16));
-      const auto forward = [&](const MoeLayer& layer, int step) {
-        const Tensor x = hidden_states_of(rank + step, (rank + step) % 4);
-        if (bitwise_equal(forward_exactly(layer, x, kTokens), forward_exactly(alone, x, 0))) return;
-        throw std::runtime_error("other bits in step " + std::to_string(step));
-      };
-      const auto all = join(rank, 3, texts, "all", shared_memory);
-      MoeLayer layer(weights, rank_options(how, DType::kBF16, kTokens, all));
-      for (int step = 0; step < 20; ++step) {
-        if (step % 5 == 1) layer.start_move(random_placement(step));
-        if (step % 5 == 3) layer.commit_move();
-        forward(layer, step);
-      }
-      if (rank == 1) std::raise(SIGKILL);
-      const std::string error = testing::error_text([&] { layer.start_move(random_placement(3)); });
-      if (!has(error, "rank 1")) throw std::runtime_error("no word of rank 1: " + error);
-      const auto left = join(rank / 2, 2, texts, "left", shared_memory);
-      layer.rebind(left, ExpertPlacement::round_robin(kExperts, 2), source_of(weights));
-      for (int step = 0; step < 5; ++step) forward(layer, step);
-      left->barrier();
-    };
-    const auto texts = testing::texts_of_processes(
-        3, [&](int rank, const std::shared_ptr<ControlPlane>& control) -> std::string {
-          try {
-            serve(rank, *control);
-          } catch (const std::exception& error) {
-            return error.what();
-          }
-          return "went on";
-        });
-    EXPECT_EQ(texts[0], "went on");
-    EXPECT_EQ(texts[1], testing::kDied);
-    EXPECT_EQ(texts[2], "went on");
-  }
-}
-#endif
 
 }  // namespace fusedmoe::moves_test
