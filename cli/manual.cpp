@@ -254,7 +254,7 @@ std::string tagged(const Rows& rows) {
 std::string manual_page(const ProgramInfo& program) {
   std::string text = fmt::format(
       ".TH FUSEDMOE 1 \"\" \"fusedmoe {}\" \"User Commands\"\n.SH NAME\nfusedmoe \\- {}\n"
-      ".SH SYNOPSIS\n.B fusedmoe\n.I COMMAND\n[\\fIOPTIONS\\fR]\n.SH DESCRIPTION\n{}\n{}\n",
+      ".SH SYNOPSIS\n.B fusedmoe\n.I COMMAND\n[\\fIOPTIONS\\fR]\n.SH DESCRIPTION\n{}.\n{}\n",
       FUSEDMOE_VERSION, escaped(program.help), escaped(program.help), escaped(kOutputs));
   text += tagged(option_rows(program.options));
   text += ".SH COMMANDS\n";

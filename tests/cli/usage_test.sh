@@ -65,6 +65,7 @@ case $situation in
   usage_manual)
     succeeds --man
     says '^\.TH FUSEDMOE 1 '
+    says '^Run, .* layers\.$'
     says '^\.SS "completion"'
     says '^\.B \\-\\-checkpoint PATH$'
     command -v man >/dev/null || exit 77
