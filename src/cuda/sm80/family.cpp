@@ -1,5 +1,6 @@
 #include "cuda/sm80/family.h"
 
+#include "cuda/experts/descriptor.h"
 #include "cuda/sm80/heuristic.h"
 #include "cuda/sm80/kernel_set.h"
 
@@ -29,6 +30,11 @@ class Sm80Family final : public KernelFamily {
 const KernelFamily& sm80_family() {
   static const Sm80Family family;
   return family;
+}
+
+const ExpertsDescriptor& sm80_descriptor() {
+  static const FamilyDescriptor descriptor(sm80_family(), "sm_80");
+  return descriptor;
 }
 
 }  // namespace fusedmoe::cuda

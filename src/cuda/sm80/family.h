@@ -2,10 +2,13 @@
 #pragma once
 
 #include "cuda/mlp/kernel_family.h"
+#include "fusedmoe/experts.h"
 
 namespace fusedmoe::cuda {
 
 const KernelFamily& sm80_family();
+/// Of the experts in the registry that run them.
+const ExpertsDescriptor& sm80_descriptor();
 
 /// Of the generated files (cmake/FusedmoeKernels.cmake); none in a build without CUDA.
 std::span<const FormatLaunches> sm80_launches();

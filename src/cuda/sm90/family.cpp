@@ -1,5 +1,6 @@
 #include "cuda/sm90/family.h"
 
+#include "cuda/experts/descriptor.h"
 #include "cuda/sm90/heuristic.h"
 #include "cuda/sm90/kernel_set.h"
 
@@ -31,6 +32,11 @@ class Sm90Family final : public KernelFamily {
 const KernelFamily& sm90_family() {
   static const Sm90Family family;
   return family;
+}
+
+const ExpertsDescriptor& sm90_descriptor() {
+  static const FamilyDescriptor descriptor(sm90_family(), "sm_90a");
+  return descriptor;
 }
 
 }  // namespace fusedmoe::cuda
