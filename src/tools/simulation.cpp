@@ -1,0 +1,200 @@
+#include "tools/simulation.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "moe/replica.h"
+#include "tools/load_statistics.h"
+
+namespace fusedmoe {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+Json json_of(const LinkCost& cost) {
+  return {{"floor_us", cost.floor_us},
+          {"gigabytes_per_second", 1e-3 * cost.bytes_per_us},
+          {"source", cost.source}};
+}
+
+/// A positive number of a part of the file.
+double number(const Json& file, const char* part, const char* key) {
+  const auto found = file.find(part);
+  const bool is_there = found != file.end() && found->contains(key) && found->at(key).is_number();
+  const double value = is_there ? found->at(key).get<double>() : 0;
+  FUSEDMOE_CHECK(value > 0, core::format("{}.{}", part, key),
+                 is_there ? core::format("{}", value) : "missing", "a number above 0");
+  return value;
+}
+
+std::string source(const Json& file, const char* part) {
+  const Json& object = file.at(part);
+  const auto found = object.find("source");
+  return found != object.end() && found->is_string() ? found->get<std::string>() : "";
+}
+
+LinkCost link_cost(const Json& file, const char* part) {
+  return {number(file, part, "floor_us"), 1e3 * number(file, part, "gigabytes_per_second"),
+          source(file, part)};
+}
+
+/// What one rank sends, gets and multiplies.
+struct RankLoad {
+  double sent[2] = {}, received[2] = {};  // rows: inside the host, and to others
+  double rows = 0;                        // of its experts
+  double hit = 0;                         // experts that have any
+};
+
+class Simulation {
+ public:
+  Simulation(const SimulatedLayer& layer, const TensorView& topk_ids)
+      : layer_(layer),
+        ids_(topk_ids),
+        table_(layer.placement.table()),
+        replicas_(destinations()),
+        ranks_(static_cast<std::size_t>(layer.placement.num_ranks())),
+        is_hit_(static_cast<std::size_t>(layer.placement.num_physical())) {}
+
+  std::vector<RankLoad> run() {
+    const std::int64_t recorded = ids_.size(0);
+    std::int64_t token = 0;
+    for (int rank = 0; rank < layer_.placement.num_ranks(); ++rank) {
+      for (std::int64_t i = 0; i < layer_.tokens_per_rank; ++i, ++token) {
+        route(rank, i, ids_.as<const std::int32_t>() + token % recorded * ids_.size(1));
+      }
+    }
+    for (std::size_t p = 0; p < is_hit_.size(); ++p) {
+      ranks_[static_cast<std::size_t>(layer_.placement.rank_of()[p])].hit += is_hit_[p];
+    }
+    return std::move(ranks_);
+  }
+
+ private:
+  core::TokenDestinations destinations() const {
+    const auto view = [](const std::vector<std::int32_t>& values) {
+      return TensorView(const_cast<std::int32_t*>(values.data()), DType::kI32,
+                        {static_cast<std::int64_t>(values.size())});
+    };
+    core::TokenDestinations result;
+    result.replica_offsets = view(table_.offsets);
+    result.replicas = view(table_.physical);
+    result.physical_ranks = view(layer_.placement.rank_of());
+    return result;
+  }
+
+  void route(int origin, std::int64_t token, const std::int32_t* ids) {
+    reached_.clear();
+    for (std::int64_t slot = 0; slot < ids_.size(1); ++slot) {
+      if (ids[slot] < 0) continue;
+      const std::int32_t physical = replicas_.choose(ids[slot], token);
+      const std::int32_t rank = layer_.placement.rank_of()[static_cast<std::size_t>(physical)];
+      is_hit_[static_cast<std::size_t>(physical)] = true;
+      ranks_[static_cast<std::size_t>(rank)].rows += 1;
+      const bool is_new = std::find(reached_.begin(), reached_.end(), rank) == reached_.end();
+      if (rank == origin || (!is_new && !layer_.to_each_expert)) continue;
+      reached_.push_back(rank);
+      const int per_host = layer_.placement.num_ranks() / layer_.num_hosts;
+      const int other_host = rank / per_host != origin / per_host;
+      ranks_[static_cast<std::size_t>(origin)].sent[other_host] += 1;
+      ranks_[static_cast<std::size_t>(rank)].received[other_host] += 1;
+    }
+  }
+
+  const SimulatedLayer& layer_;
+  const TensorView& ids_;
+  const ExpertPlacement::Table table_;
+  const core::ReplicaTable replicas_;
+  std::vector<RankLoad> ranks_;
+  std::vector<bool> is_hit_;
+  std::vector<std::int32_t> reached_;
+};
+
+void check(const SimulatedLayer& layer, const TensorView& topk_ids) {
+  const int num_ranks = layer.placement.num_ranks();
+  FUSEDMOE_CHECK(layer.num_hosts > 0 && num_ranks % layer.num_hosts == 0, "num_hosts",
+                 core::to_string(layer.num_hosts),
+                 core::format("a divisor of the {} ranks", num_ranks));
+  FUSEDMOE_CHECK(layer.tokens_per_rank > 0, "tokens_per_rank",
+                 core::to_string(layer.tokens_per_rank), "at least 1");
+  load_statistics(topk_ids, layer.placement.num_experts());  // an Error for ids that are none
+  FUSEDMOE_CHECK(topk_ids.size(0) > 0, "topk_ids", "no tokens", "at least one");
+}
+
+}  // namespace
+
+std::string RankCosts::json() const {
+  return Json{{"dispatch", json_of(dispatch)},
+              {"combine", json_of(combine)},
+              {"between_hosts", json_of(between_hosts)},
+              {"experts",
+               {{"gigabytes_per_second", 1e-3 * experts.bytes_per_us},
+                {"teraflops", 1e-6 * experts.flops_per_us},
+                {"source", experts.source}}}}
+             .dump(2) +
+         "\n";
+}
+
+RankCosts RankCosts::parse(std::string_view json) {
+  const Json file = Json::parse(json, nullptr, false);
+  FUSEDMOE_CHECK(file.is_object(), "costs", "another text", "a JSON object");
+  RankCosts costs;
+  costs.dispatch = link_cost(file, "dispatch");
+  costs.combine = link_cost(file, "combine");
+  costs.between_hosts = link_cost(file, "between_hosts");
+  costs.experts = {1e3 * number(file, "experts", "gigabytes_per_second"),
+                   1e6 * number(file, "experts", "teraflops"), source(file, "experts")};
+  return costs;
+}
+
+LinkCost fit_link(const LinkSample& few, const LinkSample& many, std::string source) {
+  FUSEDMOE_CHECK(few.bytes > 0 && few.bytes < many.bytes && few.us > 0 && few.us < many.us,
+                 "samples", core::format("{} us and {} us", few.us, many.us),
+                 "more time for more bytes");
+  const double bytes_per_us = (many.bytes - few.bytes) / (many.us - few.us);
+  return {std::max(0.01, few.us - few.bytes / bytes_per_us), bytes_per_us, std::move(source)};
+}
+
+ExpertsCost fit_experts(const ExpertsSample& few, const ExpertsSample& many, std::string source) {
+  // few.us = few.bytes * x + few.flops * y, and so many: Cramer's rule. Where one of them comes out
+  // as nothing, the other explains the sample of its own kind alone.
+  const double determinant = few.bytes * many.flops - many.bytes * few.flops;
+  FUSEDMOE_CHECK(few.us > 0 && many.us > 0 && few.flops > 0 && determinant > 0, "samples",
+                 core::format("{} us and {} us", few.us, many.us),
+                 "few rows and many rows of the same experts");
+  double us_per_byte = (few.us * many.flops - many.us * few.flops) / determinant;
+  double us_per_flop = (few.bytes * many.us - many.bytes * few.us) / determinant;
+  if (us_per_byte <= 0) us_per_byte = 1e-3 * few.us / few.bytes;
+  if (us_per_flop <= 0) us_per_flop = 1e-3 * many.us / many.flops;
+  return {1 / us_per_byte, 1 / us_per_flop, std::move(source)};
+}
+
+SimulatedStep simulate(const RankCosts& costs, const SimulatedLayer& layer,
+                       const TensorView& topk_ids) {
+  check(layer, topk_ids);
+  const std::vector<RankLoad> ranks = Simulation(layer, topk_ids).run();
+  SimulatedStep step;
+  double rows = 0, most_rows = 0;
+  for (const RankLoad& rank : ranks) {
+    // A link carries as much one way as the other: the longer way counts.
+    const double inside = std::max(rank.sent[0], rank.received[0]);
+    const double between = std::max(rank.sent[1], rank.received[1]);
+    const auto us = [&](const LinkCost& within, double row_bytes) {
+      return std::max(within.us(inside * row_bytes), costs.between_hosts.us(between * row_bytes));
+    };
+    step.dispatch_us = std::max(step.dispatch_us, us(costs.dispatch, layer.sent_row_bytes));
+    step.combine_us = std::max(step.combine_us, us(costs.combine, layer.returned_row_bytes));
+    step.experts_us = std::max(step.experts_us, costs.experts.us(rank.hit * layer.expert_bytes,
+                                                                 rank.rows * layer.row_flops));
+    step.inside_bytes = std::max(step.inside_bytes, inside * layer.sent_row_bytes);
+    step.between_bytes = std::max(step.between_bytes, between * layer.sent_row_bytes);
+    most_rows = std::max(most_rows, rank.rows);
+    rows += rank.rows;
+  }
+  step.balance = rows > 0 ? most_rows * static_cast<double>(ranks.size()) / rows : 0;
+  return step;
+}
+
+}  // namespace fusedmoe

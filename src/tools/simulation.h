@@ -1,0 +1,84 @@
+// How long one MoE layer takes on ranks that need not be here, from what a few of them were
+// measured to cost.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "fusedmoe/parallel.h"
+#include "fusedmoe/tensor.h"
+
+namespace fusedmoe {
+
+/// So much before the first byte comes, and a rate for the rest: of all that leaves a rank.
+struct LinkCost {
+  double floor_us = 0;
+  double bytes_per_us = 1;
+  /// Who says so: "bench --ep 2 on NVIDIA H200".
+  std::string source;
+
+  double us(double bytes) const { return bytes > 0 ? floor_us + bytes / bytes_per_us : 0; }
+};
+
+/// Of experts: the weights that they read, and then what they multiply.
+struct ExpertsCost {
+  double bytes_per_us = 1;
+  double flops_per_us = 1;
+  std::string source;
+
+  double us(double weight_bytes, double flops) const {
+    return weight_bytes / bytes_per_us + flops / flops_per_us;
+  }
+};
+
+/// What ranks cost: a JSON file that `bench --ep --calibrate` writes.
+struct RankCosts {
+  LinkCost dispatch, combine;  ///< between ranks of one host
+  LinkCost between_hosts;      ///< either way; of one rank, which has a network card of its own
+  ExpertsCost experts;
+
+  std::string json() const;
+  /// Inverse. Throws Error naming what is missing, or no positive number.
+  static RankCosts parse(std::string_view json);
+};
+
+/// What was measured on a rank: how long so many bytes took from it or to it.
+struct LinkSample {
+  double bytes = 0, us = 0;
+};
+/// How long experts took that read so many bytes of weights, and multiplied so much.
+struct ExpertsSample {
+  double bytes = 0, flops = 0, us = 0;
+};
+/// The costs that explain both samples. Throw Error where none do.
+LinkCost fit_link(const LinkSample& few, const LinkSample& many, std::string source);
+ExpertsCost fit_experts(const ExpertsSample& few, const ExpertsSample& many, std::string source);
+
+struct SimulatedLayer {
+  ExpertPlacement placement;
+  int num_hosts = 1;  ///< of equally many ranks
+  std::int64_t tokens_per_rank = 0;
+  double sent_row_bytes = 0, returned_row_bytes = 0;  ///< as they travel
+  double expert_bytes = 0;                            ///< weights of one expert
+  double row_flops = 0;                               ///< of one row in one expert
+  /// A row goes to each expert, as other libraries' batched formats have it, not once to each rank.
+  bool to_each_expert = false;
+};
+
+/// Each number that of the rank with most.
+struct SimulatedStep {
+  double dispatch_us = 0, experts_us = 0, combine_us = 0;
+  double inside_bytes = 0, between_bytes = 0;  ///< rows of dispatch that leave or reach a rank
+  double balance = 0;                          ///< rows of the busiest rank's experts over the mean
+  double step_us() const { return dispatch_us + experts_us + combine_us; }
+};
+
+/// topk_ids: (num_tokens, topk) i32 on the host, global ids or -1; the tokens of the ranks one
+/// behind the other, again from the first where there are not enough. Of copies of an expert a
+/// token takes one as a layer does. Inside a host and between hosts rows travel at the same time.
+/// Throws Error unless the hosts share the ranks evenly, and for ids out of range.
+SimulatedStep simulate(const RankCosts& costs, const SimulatedLayer& layer,
+                       const TensorView& topk_ids);
+
+}  // namespace fusedmoe
