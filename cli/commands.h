@@ -16,6 +16,7 @@ void add_doctor(Program& program);
 void add_bench(Program& program);
 void add_balance(Program& program);
 void add_compare(Program& program);
+void add_simulate(Program& program);
 void add_tune(Program& program);
 void add_completion(Program& program);
 

@@ -22,6 +22,7 @@ void add_commands(Program& program) {
   add_bench(program);
   add_balance(program);
   add_compare(program);
+  add_simulate(program);
   add_tune(program);
   add_completion(program);
 }

@@ -46,6 +46,7 @@ struct BenchCommand {
   bool json = false, csv = false, markdown = false, wide = false, columns = false;
   bool load = false, heat_map = false;
   bool rows_only = false;
+  std::string calibrate;
   bool layer = false;
 };
 
@@ -215,6 +216,7 @@ void run_ranks(const BenchCommand& options) {
     bench.threads = options.threads;
     bench.rows_only = options.rows_only;
     bench.json = options.json;
+    bench.calibrate = options.calibrate;
     run_rank_bench(bench);
   }
 }
@@ -242,10 +244,15 @@ void run(const BenchCommand& options) {
   if (!options.record_routing.empty() && subjects.size() > 1) {
     throw Error::conflict("--record-routing", "several models", "a file holds the ids of one");
   }
+  if (!options.calibrate.empty() && subjects.size() > 1) {
+    throw Error::conflict("--calibrate", "several models", "a file holds the costs of one");
+  }
   if (on_ranks) return run_ranks(options);
   options.ranks.dispatched();  // an Error if it is given
-  if (options.rows_only) {
-    throw Error::invalid("--rows-only", "--rows-only needs several ranks: --ep or --dp");
+  for (const auto& [given, option] : {std::pair{options.rows_only, "--rows-only"},
+                                      std::pair{!options.calibrate.empty(), "--calibrate"}}) {
+    if (!given) continue;
+    throw Error::invalid(option, fmt::format("{} needs several ranks: --ep or --dp", option));
   }
   for (const std::string& experts : options.experts) check_experts_name(experts);
   bool right = true;
@@ -323,8 +330,13 @@ void add_bench(Program& program) {
   command.add_option("--threads", options->threads, "N", "CPU threads; default: all cores")
       .between(1, kMaxThreads);
   options->ranks.add_to(command);
-  command.add_flag("--rows-only", options->rows_only,
-                   "On ranks: time dispatch and combine without experts, so without weights");
+  const Option rows_only =
+      command.add_flag("--rows-only", options->rows_only,
+                       "On ranks: time dispatch and combine without experts, so without weights");
+  command
+      .add_option("--calibrate", options->calibrate, "PATH",
+                  "On ranks: write what the fewest and the most tokens cost, for `simulate`")
+      .excludes(rows_only);
   command
       .add_option("--min-samples", options->min_samples, "N", "Samples for each number of tokens")
       .positive()

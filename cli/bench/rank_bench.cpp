@@ -49,7 +49,7 @@ class RankBench {
   bool travels() const { return config_.parallel.needs_dispatch(); }
   int group() const { return communicator_->rank() / config_.parallel.group_size(); }
   std::vector<Message> sum_messages(bool incoming);
-  std::int64_t sent_row_bytes() const;
+  std::int64_t sent_row_bytes() const { return cli::sent_row_bytes(config_, args_.preparation); }
   std::int64_t returned_row_bytes() const { return bytes(config_.dtype, config_.hidden); }
   /// What is timed alone are the data plane's collectives. Beside all2all it is messages, also
   /// where that uses an all-gather.
@@ -235,17 +235,6 @@ void RankBench::combine() {
   prepare_finalize_->finish_finalize(args_);
 }
 
-/// Values and scales of a row as it travels.
-std::int64_t RankBench::sent_row_bytes() const {
-  const bool quantized = config_.dispatch_dtype ? *config_.dispatch_dtype != config_.dtype
-                                                : args_.preparation.quant.has_value();
-  if (!quantized) return bytes(config_.dtype, config_.hidden);
-  const QuantKey& key = *config_.scheme.activations;
-  const QuantizedShape row = quantized_shape(key, 1, config_.hidden);
-  const std::int64_t scales = key.dynamic ? row.scales.numel() : 0;  // a static one is known
-  return bytes(row.values_dtype, row.values.numel()) + bytes(row.scales_dtype, scales);
-}
-
 /// Dispatch and combine; on the CPU copies in turns with them, so that caches hold as little of
 /// what is copied.
 void RankBench::time_rows(RankRow& row) {
@@ -367,8 +356,9 @@ void run_rank_bench(const RankBenchOptions& options) {
   // A sum over ranks always has the same size.
   const std::vector<bool> sizes = travels ? std::vector{false, true} : std::vector{true};
   std::vector<RankRow> rows;
-  std::string backend;
+  std::string backend, device;
   RankLink link;
+  double expert_bytes = 0;
   run_on_ranks(options.num_ranks(), options.device, [&](std::shared_ptr<Communicator> rank) {
     if (launched() && options.threads == 0) set_num_threads(threads_of_rank(*rank));
     const RankLink measured = measure_link(*rank);
@@ -380,7 +370,12 @@ void run_rank_bench(const RankBenchOptions& options) {
               RankBench(options, rank, experts, *transport, fixed_sizes, tokens).run();
           if (rank->rank() > 0) continue;
           backend = rank->backend();
+          device = device_name(rank->device());
           link = measured;
+          if (experts.experts) {
+            expert_bytes = static_cast<double>(experts.weights->nbytes()) /
+                           static_cast<double>(experts.weights->info().num_experts);
+          }
           rows.push_back(row);
         }
       }
@@ -388,6 +383,8 @@ void run_rank_bench(const RankBenchOptions& options) {
   });
   if (rows.empty()) return;  // rank 0, another process, has them
   (options.json ? print_rank_json : print_rank_table)(options, backend, link, rows);
+  if (options.calibrate.empty()) return;
+  write_text(options.calibrate, costs_of(options, device, expert_bytes, rows).json());
 }
 
 }  // namespace fusedmoe::cli

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
@@ -135,6 +137,42 @@ void print_rank_json(const RankBenchOptions& options, std::string_view backend,
     list.push_back(std::move(object));
   }
   fmt::print("{}\n", list.dump());
+}
+
+RankCosts costs_of(const RankBenchOptions& options, std::string_view device, double expert_bytes,
+                   const std::vector<RankRow>& rows) {
+  const auto by_tokens = [](const RankRow& a, const RankRow& b) {
+    return a.num_tokens < b.num_tokens;
+  };
+  const auto [fewest, most] = std::minmax_element(rows.begin(), rows.end(), by_tokens);
+  const auto fastest = [&](std::int64_t num_tokens) {
+    const RankRow* found = nullptr;
+    for (const RankRow& row : rows) {
+      if (row.num_tokens != num_tokens) continue;
+      if (!found || row.step_us < found->step_us) found = &row;
+    }
+    return *found;
+  };
+  const RankRow few = fastest(fewest->num_tokens), many = fastest(most->num_tokens);
+
+  const ModelConfig& model = options.model;
+  const double num_ranks = options.num_ranks();
+  const auto experts = [&](const RankRow& row) {
+    // Ids are drawn evenly: each rank's experts get as many rows as its own tokens choose.
+    const auto rows_here = static_cast<double>(row.num_tokens * model.router.topk);
+    const double here = static_cast<double>(model.router.num_experts) / num_ranks;
+    const double hit = here * (1 - std::pow(1 - 1 / here, rows_here));
+    return ExpertsSample{hit * expert_bytes, rows_here * row_flops(model), row.experts_us};
+  };
+  const std::string source =
+      fmt::format("bench --ep {} on {}, {}", options.num_ranks(), device, name(options.scheme));
+  RankCosts costs = default_rank_costs();
+  costs.dispatch =
+      fit_link({few.sent_bytes, few.dispatch_us}, {many.sent_bytes, many.dispatch_us}, source);
+  costs.combine = fit_link({few.returned_bytes, few.combine_us},
+                           {many.returned_bytes, many.combine_us}, source);
+  costs.experts = fit_experts(experts(few), experts(many), source);
+  return costs;
 }
 
 }  // namespace fusedmoe::cli

@@ -28,6 +28,7 @@ struct RankBenchOptions {
   /// Without the experts, whose weights take memory, and time to pack.
   bool rows_only = false;
   bool json = false;
+  std::string calibrate;  ///< file to write RankCosts to; empty: none
 
   int num_ranks() const { return deployment.tp_size * deployment.dp_size; }
   ParallelConfig parallel(int rank) const {
@@ -39,6 +40,12 @@ struct RankBenchOptions {
 
 /// A rank's part of the layer: some of the experts, or a slice of each.
 MoeConfig rank_config(const RankBenchOptions& options, int rank, Device device);
+
+/// Values and scales of a row as it travels to the experts.
+std::int64_t sent_row_bytes(const MoeConfig& config, const Preparation& preparation);
+
+/// Operations of one row in one expert.
+double row_flops(const ModelConfig& model);
 
 /// Those of the registry that serve the deployment, or the one that --experts names. Throws Error
 /// with the reasons where there is none.

@@ -43,6 +43,9 @@ struct RankCosts {
   static RankCosts parse(std::string_view json);
 };
 
+/// H200s over NCCL, and between hosts what others publish.
+RankCosts default_rank_costs();
+
 /// What was measured on a rank: how long so many bytes took from it or to it.
 struct LinkSample {
   double bytes = 0, us = 0;

@@ -77,6 +77,32 @@ case $situation in
     refuses '^error: model/input.safetensors does not say how many experts there are' balance --routing model/input.safetensors --ep 4 --output other.json
     [[ ! -e other.json ]] || fail "a file of a run that failed"
     ;;
+  simulate)
+    small=(--shape 64x64x16x2 --min-samples 1 --max-seconds 0.05)
+    succeeds bench "${small[@]}" --ep 2 --tokens 1,4096 --calibrate costs.json
+    grep -q '"source": "bench --ep 2 on cpu, bf16"' costs.json || fail "no costs"
+    plan=(simulate --shape 64x64x16x2 --costs costs.json --tokens 64)
+    succeeds "${plan[@]}" --ep 2,16
+    says '^ +2 +1 +64 .* us +0\.[0-9]+ +0\.000 +1\.[0-9]+$'
+    says '^ +16 +2 +64 '
+    says '^between hosts: 24.0 us and 42.0 GB/s \(assumed: '
+    says '^experts: [0-9]+ GB/s and [0-9]+ TFLOP/s \(bench --ep 2 on cpu, bf16\)$'
+    succeeds simulate --model gpt-oss-20b --ep 8 --hosts 4 --tokens 8 --json
+    says '"ranks":8,"hosts":4,"num_tokens":8,"dispatch_us":'
+    succeeds bench "${small[@]}" --tokens 64 --skew zipf --record-routing ids.safetensors
+    succeeds balance --routing ids.safetensors --ep 4 --output moved.json
+    succeeds "${plan[@]}" --ep 4 --routing ids.safetensors --placement moved.json
+    wrong '^error: --placement: was one of 4 ranks; must be of the 8 of --ep$' "${plan[@]}" --ep 8 \
+      --placement moved.json
+    wrong '^error: --hosts: was 3; must be a divisor of the number of ranks, 4$' "${plan[@]}" --ep 4 --hosts 3
+    echo '{"dispatch": {"floor_us": 1}}' >half.json
+    refuses '^error: dispatch.gigabytes_per_second: was missing; must be a number above 0$' \
+      simulate --shape 64x64x16x2 --ep 2 --costs half.json
+    wrong '^error: --calibrate excludes --rows-only$' bench "${small[@]}" --ep 2 --tokens 1,8 --rows-only \
+      --calibrate other.json
+    wrong '^error: --calibrate needs several ranks: --ep or --dp$' bench "${small[@]}" --calibrate other.json
+    [[ ! -e other.json ]] || fail "a file of a run that failed"
+    ;;
   synth_refuses)
     refuses 'gpt-9.*gpt-oss-20b' synth --model gpt-9 --out model
     refuses 'nowhere.json' synth --config nowhere.json --out model

@@ -1,0 +1,213 @@
+// fusedmoe simulate: how long a layer would take on ranks that are not here.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "bench/bench_problem.h"
+#include "bench/bench_subject.h"
+#include "bench/rank_setup.h"
+#include "commands.h"
+#include "fusedmoe/selection.h"
+#include "load.h"
+#include "ranks.h"
+#include "support.h"
+#include "tools/simulation.h"
+
+namespace fusedmoe::cli {
+namespace {
+
+constexpr int kMostRanksOfHost = 8;
+
+struct Options {
+  BenchSubjects subjects;
+  std::vector<std::int64_t> ep, tokens{8, 128, 1024, 8192};
+  std::int64_t num_hosts = 0;  // 0: of kMostRanksOfHost ranks at most
+  std::string scheme, dispatch_dtype, costs, routing, placement;
+  std::string skew = "balanced";
+  bool json = false;
+};
+
+/// Experts and rows as a Hopper GPU has them; schemes that none runs, as the CPU.
+MoeConfig layer_config(const Options& options, const ModelConfig& model) {
+  MoeConfig config = moe_config(model, DType::kBF16, {DeviceKind::kCuda, 0});
+  config.compute_capability = 90;
+  if (!options.scheme.empty()) config.scheme = parse_scheme(options.scheme);
+  config.dispatch_dtype = parse_dispatch_dtype(options.dispatch_dtype);
+  if (!explain(config)) {
+    config.device = {};
+    config.compute_capability.reset();
+  }
+  return config;
+}
+
+SimulatedLayer make_layer(const Options& options, const ModelConfig& model) {
+  const MoeConfig config = layer_config(options, model);
+  const Selection selection = select(config);
+  const Preparation preparation =
+      make_preparation(*selection.experts, config.scheme, false, std::nullopt);
+  SimulatedLayer layer;
+  layer.sent_row_bytes = static_cast<double>(sent_row_bytes(config, preparation));
+  layer.returned_row_bytes = static_cast<double>(bytes(config.dtype, config.hidden));
+  layer.expert_bytes =
+      static_cast<double>(selection.packed_bytes()) / static_cast<double>(config.num_experts);
+  layer.row_flops = row_flops(model);
+  return layer;
+}
+
+/// As given, else as few as have at most kMostRanksOfHost ranks each.
+int num_hosts(const Options& options, std::int64_t ranks) {
+  const auto divides = [&](std::int64_t hosts) { return ranks % hosts == 0; };
+  if (options.num_hosts > 0 && !divides(options.num_hosts)) {
+    throw Error("--hosts", fmt::format("{}", options.num_hosts),
+                fmt::format("a divisor of the number of ranks, {}", ranks));
+  }
+  std::int64_t hosts = std::max<std::int64_t>(1, options.num_hosts);
+  while (options.num_hosts == 0 && (!divides(hosts) || ranks / hosts > kMostRanksOfHost)) ++hosts;
+  return static_cast<int>(hosts);
+}
+
+/// Those of the file, or as many random ones as all ranks have tokens.
+Tensor make_ids(const Options& options, const ModelConfig& model, std::int64_t num_tokens) {
+  const std::int64_t num_experts = model.router.num_experts, topk = model.router.topk;
+  if (!options.routing.empty()) {
+    return replay_routing(options.routing, num_experts, topk).topk_ids;
+  }
+  Tensor ids = Tensor::empty({num_tokens, topk}, DType::kI32);
+  RoutingDraw(num_experts, options.skew == "zipf" ? testing::RoutingSkew::kZipf
+                                                  : testing::RoutingSkew::kBalanced)
+      .draw(ids);
+  return ids;
+}
+
+void print_text(const SimulatedLayer& layer, const SimulatedStep& step) {
+  fmt::print(
+      "{:>6} {:>6} {:>7} {:>8.1f} us {:>8.1f} us {:>8.1f} us {:>9.1f} us {:>10.3f} {:>10.3f} "
+      "{:>8.3f}\n",
+      layer.placement.num_ranks(), layer.num_hosts, layer.tokens_per_rank, step.dispatch_us,
+      step.experts_us, step.combine_us, step.step_us(), 1e-6 * step.inside_bytes,
+      1e-6 * step.between_bytes, step.balance);
+}
+
+nlohmann::ordered_json object(const SimulatedLayer& layer, const SimulatedStep& step) {
+  return {{"ranks", layer.placement.num_ranks()},
+          {"hosts", layer.num_hosts},
+          {"num_tokens", layer.tokens_per_rank},
+          {"dispatch_us", step.dispatch_us},
+          {"experts_us", step.experts_us},
+          {"combine_us", step.combine_us},
+          {"step_us", step.step_us()},
+          {"inside_bytes", step.inside_bytes},
+          {"between_bytes", step.between_bytes},
+          {"balance", step.balance}};
+}
+
+void print_notes(const RankCosts& costs) {
+  fmt::print(
+      "\nOf each number that of the rank with most. inside, between: MB of dispatch that leave or "
+      "reach a rank, within its host and from others. balance: rows of the busiest rank over the "
+      "mean. step: dispatch, experts and combine one after the other.\n");
+  const auto link = [](const char* what, const LinkCost& cost) {
+    fmt::print("{}: {:.1f} us and {:.1f} GB/s ({})\n", what, cost.floor_us,
+               1e-3 * cost.bytes_per_us, cost.source);
+  };
+  link("dispatch within a host", costs.dispatch);
+  link("combine within a host", costs.combine);
+  link("between hosts", costs.between_hosts);
+  fmt::print("experts: {:.0f} GB/s and {:.0f} TFLOP/s ({})\n", 1e-3 * costs.experts.bytes_per_us,
+             1e-6 * costs.experts.flops_per_us, costs.experts.source);
+}
+
+void run_subject(const Options& options, const RankCosts& costs, const BenchSubject& subject) {
+  SimulatedLayer layer = make_layer(options, subject.model);
+  nlohmann::ordered_json list = nlohmann::ordered_json::array();
+  if (!options.json) {
+    fmt::print("{}\n{:>6} {:>6} {:>7} {:>11} {:>11} {:>11} {:>12} {:>10} {:>10} {:>8}\n",
+               subject.name, "ranks", "hosts", "tokens", "dispatch", "experts", "combine", "step",
+               "inside MB", "between MB", "balance");
+  }
+  for (const std::int64_t ranks : options.ep) {
+    layer.placement =
+        options.placement.empty()
+            ? ExpertPlacement::linear(subject.model.router.num_experts, static_cast<int>(ranks))
+            : ExpertPlacement::parse(read_text(options.placement));
+    if (layer.placement.num_ranks() != ranks) {
+      throw Error("--placement", fmt::format("one of {} ranks", layer.placement.num_ranks()),
+                  fmt::format("of the {} of --ep", ranks));
+    }
+    layer.num_hosts = num_hosts(options, ranks);
+    for (const std::int64_t tokens : options.tokens) {
+      layer.tokens_per_rank = tokens;
+      const SimulatedStep step =
+          simulate(costs, layer, make_ids(options, subject.model, ranks * tokens));
+      if (options.json) {
+        list.push_back(object(layer, step));
+      } else {
+        print_text(layer, step);
+      }
+    }
+  }
+  if (options.json) {
+    fmt::print("{}\n", nlohmann::ordered_json{{"name", subject.name},
+                                              {"steps", list},
+                                              {"costs", nlohmann::json::parse(costs.json())}}
+                           .dump());
+  } else {
+    print_notes(costs);
+  }
+}
+
+void run(const Options& options) {
+  const RankCosts costs =
+      options.costs.empty() ? default_rank_costs() : RankCosts::parse(read_text(options.costs));
+  for (const BenchSubject& subject : options.subjects.get()) run_subject(options, costs, subject);
+}
+
+}  // namespace
+
+void add_simulate(Program& program) {
+  auto options = std::make_shared<Options>();
+  Command command = program.add_command(
+      "simulate", "Tell how long a layer would take on ranks that are not here");
+  options->subjects.add_to(command);
+  command.add_option("--ep", options->ep, "Ranks that share the experts")
+      .list()
+      .between(std::int64_t{1}, std::int64_t{1} << 12)
+      .required();
+  command
+      .add_option(
+          "--hosts", options->num_hosts,
+          fmt::format("Hosts of equally many ranks; default: of at most {}", kMostRanksOfHost))
+      .positive();
+  command.add_option("--tokens", options->tokens, "Tokens of each rank; default: 8,128,1024,8192")
+      .list()
+      .between(std::int64_t{1}, std::int64_t{1} << 16);
+  command.add_option("--scheme", options->scheme, "Of the experts; default: as published")
+      .kind("SCHEME");
+  add_dispatch_dtype(command, options->dispatch_dtype);
+  command
+      .add_option("--costs", options->costs,
+                  "File of `bench --calibrate`; default: H200s over NCCL, other hosts assumed")
+      .kind("PATH");
+  const Option routing = command
+                             .add_option("--routing", options->routing,
+                                         "File of --record-routing, whose tokens are taken in "
+                                         "turn; default: random ids")
+                             .kind("PATH");
+  command.add_option("--skew", options->skew, "How random tokens spread over experts")
+      .one_of({"balanced", "zipf"})
+      .excludes(routing)
+      .show_default();
+  command
+      .add_option("--placement", options->placement,
+                  "File of `balance`, for as many ranks; default: consecutive experts")
+      .kind("PATH");
+  command.add_flag("--json", options->json, "Print a JSON object for each model instead of text");
+  command.example("fusedmoe simulate --model deepseek-v3 --ep 8,64,256 --tokens 128");
+  command.runs([options] { run(*options); });
+}
+
+}  // namespace fusedmoe::cli
