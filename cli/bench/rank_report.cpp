@@ -141,37 +141,36 @@ void print_rank_json(const RankBenchOptions& options, std::string_view backend,
 
 RankCosts costs_of(const RankBenchOptions& options, std::string_view device, double expert_bytes,
                    const std::vector<RankRow>& rows) {
-  const auto by_tokens = [](const RankRow& a, const RankRow& b) {
-    return a.num_tokens < b.num_tokens;
-  };
-  const auto [fewest, most] = std::minmax_element(rows.begin(), rows.end(), by_tokens);
-  const auto fastest = [&](std::int64_t num_tokens) {
+  const std::string source =
+      fmt::format("bench --ep {} on {}, {}", options.num_ranks(), device, name(options.scheme));
+  const auto [fewest, most] = std::minmax_element(
+      rows.begin(), rows.end(),
+      [](const RankRow& a, const RankRow& b) { return a.num_tokens < b.num_tokens; });
+  const auto fastest = [&](std::int64_t num_tokens, double RankRow::*time) {
     const RankRow* found = nullptr;
     for (const RankRow& row : rows) {
       if (row.num_tokens != num_tokens) continue;
-      if (!found || row.step_us < found->step_us) found = &row;
+      if (!found || row.*time < found->*time) found = &row;
     }
     return *found;
   };
-  const RankRow few = fastest(fewest->num_tokens), many = fastest(most->num_tokens);
-
-  const ModelConfig& model = options.model;
-  const double num_ranks = options.num_ranks();
-  const auto experts = [&](const RankRow& row) {
-    // Ids are drawn evenly: each rank's experts get as many rows as its own tokens choose.
-    const auto rows_here = static_cast<double>(row.num_tokens * model.router.topk);
-    const double here = static_cast<double>(model.router.num_experts) / num_ranks;
-    const double hit = here * (1 - std::pow(1 - 1 / here, rows_here));
-    return ExpertsSample{hit * expert_bytes, rows_here * row_flops(model), row.experts_us};
+  const auto link = [&](double RankRow::*bytes, double RankRow::*time) {
+    const RankRow few = fastest(fewest->num_tokens, time), many = fastest(most->num_tokens, time);
+    return fit_link({few.*bytes, few.*time}, {many.*bytes, many.*time}, source);
   };
-  const std::string source =
-      fmt::format("bench --ep {} on {}, {}", options.num_ranks(), device, name(options.scheme));
+  const ModelConfig& model = options.model;
+  const auto experts = [&](std::int64_t num_tokens) {
+    // Ids are drawn evenly: each rank's experts get as many rows as its own tokens choose.
+    const auto rows_here = static_cast<double>(num_tokens * model.router.topk);
+    const double here = static_cast<double>(model.router.num_experts) / options.num_ranks();
+    const double hit = here * (1 - std::pow(1 - 1 / here, rows_here));
+    return ExpertsSample{hit * expert_bytes, rows_here * row_flops(model),
+                         fastest(num_tokens, &RankRow::experts_us).experts_us};
+  };
   RankCosts costs = default_rank_costs();
-  costs.dispatch =
-      fit_link({few.sent_bytes, few.dispatch_us}, {many.sent_bytes, many.dispatch_us}, source);
-  costs.combine = fit_link({few.returned_bytes, few.combine_us},
-                           {many.returned_bytes, many.combine_us}, source);
-  costs.experts = fit_experts(experts(few), experts(many), source);
+  costs.dispatch = link(&RankRow::sent_bytes, &RankRow::dispatch_us);
+  costs.combine = link(&RankRow::returned_bytes, &RankRow::combine_us);
+  costs.experts = fit_experts(experts(fewest->num_tokens), experts(most->num_tokens), source);
   return costs;
 }
 

@@ -43,8 +43,8 @@ void print_rank_table(const RankBenchOptions& options, std::string_view backend,
 void print_rank_json(const RankBenchOptions& options, std::string_view backend,
                      const RankLink& link, const std::vector<RankRow>& rows);
 
-/// What the rows of the fewest and of the most tokens say that ranks cost: of each the row of the
-/// transport with the shortest step. `device`: its name. `expert_bytes`: weights of an expert.
+/// What the rows of the fewest and of the most tokens say that ranks cost: of each time the
+/// shortest, of any transport. `device`: its name. `expert_bytes`: weights of an expert.
 /// Throws Error for rows without experts, or of one number of tokens.
 RankCosts costs_of(const RankBenchOptions& options, std::string_view device, double expert_bytes,
                    const std::vector<RankRow>& rows);

@@ -5,6 +5,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "bench/bench_problem.h"
@@ -83,7 +84,7 @@ Tensor make_ids(const Options& options, const ModelConfig& model, std::int64_t n
   return ids;
 }
 
-void print_text(const SimulatedLayer& layer, const SimulatedStep& step) {
+void print_step(const SimulatedLayer& layer, const SimulatedStep& step) {
   fmt::print(
       "{:>6} {:>6} {:>7} {:>8.1f} us {:>8.1f} us {:>8.1f} us {:>9.1f} us {:>10.3f} {:>10.3f} "
       "{:>8.3f}\n",
@@ -92,7 +93,7 @@ void print_text(const SimulatedLayer& layer, const SimulatedStep& step) {
       1e-6 * step.between_bytes, step.balance);
 }
 
-nlohmann::ordered_json object(const SimulatedLayer& layer, const SimulatedStep& step) {
+nlohmann::ordered_json step_json(const SimulatedLayer& layer, const SimulatedStep& step) {
   return {{"ranks", layer.placement.num_ranks()},
           {"hosts", layer.num_hosts},
           {"num_tokens", layer.tokens_per_rank},
@@ -121,18 +122,19 @@ void print_notes(const RankCosts& costs) {
              1e-6 * costs.experts.flops_per_us, costs.experts.source);
 }
 
-void run_subject(const Options& options, const RankCosts& costs, const BenchSubject& subject) {
-  SimulatedLayer layer = make_layer(options, subject.model);
-  nlohmann::ordered_json list = nlohmann::ordered_json::array();
-  if (!options.json) {
-    fmt::print("{}\n{:>6} {:>6} {:>7} {:>11} {:>11} {:>11} {:>12} {:>10} {:>10} {:>8}\n",
-               subject.name, "ranks", "hosts", "tokens", "dispatch", "experts", "combine", "step",
-               "inside MB", "between MB", "balance");
-  }
+struct SimulatedRow {
+  SimulatedLayer layer;
+  SimulatedStep step;
+};
+
+std::vector<SimulatedRow> make_rows(const Options& options, const RankCosts& costs,
+                                    const ModelConfig& model) {
+  std::vector<SimulatedRow> rows;
+  SimulatedLayer layer = make_layer(options, model);
   for (const std::int64_t ranks : options.ep) {
     layer.placement =
         options.placement.empty()
-            ? ExpertPlacement::linear(subject.model.router.num_experts, static_cast<int>(ranks))
+            ? ExpertPlacement::linear(model.router.num_experts, static_cast<int>(ranks))
             : ExpertPlacement::parse(read_text(options.placement));
     if (layer.placement.num_ranks() != ranks) {
       throw Error("--placement", fmt::format("one of {} ranks", layer.placement.num_ranks()),
@@ -141,29 +143,38 @@ void run_subject(const Options& options, const RankCosts& costs, const BenchSubj
     layer.num_hosts = num_hosts(options, ranks);
     for (const std::int64_t tokens : options.tokens) {
       layer.tokens_per_rank = tokens;
-      const SimulatedStep step =
-          simulate(costs, layer, make_ids(options, subject.model, ranks * tokens));
-      if (options.json) {
-        list.push_back(object(layer, step));
-      } else {
-        print_text(layer, step);
-      }
+      rows.push_back({layer, simulate(costs, layer, make_ids(options, model, ranks * tokens))});
     }
   }
-  if (options.json) {
-    fmt::print("{}\n", nlohmann::ordered_json{{"name", subject.name},
-                                              {"steps", list},
-                                              {"costs", nlohmann::json::parse(costs.json())}}
-                           .dump());
-  } else {
-    print_notes(costs);
-  }
+  return rows;
+}
+
+void print_simulation_json(const std::string& name, const RankCosts& costs,
+                           const std::vector<SimulatedRow>& rows) {
+  nlohmann::ordered_json steps = nlohmann::ordered_json::array();
+  for (const SimulatedRow& row : rows) steps.push_back(step_json(row.layer, row.step));
+  fmt::print("{}\n", nlohmann::ordered_json{{"name", name},
+                                            {"steps", std::move(steps)},
+                                            {"costs", nlohmann::json::parse(costs.json())}}
+                         .dump());
+}
+
+void print_simulation(const std::string& name, const RankCosts& costs,
+                      const std::vector<SimulatedRow>& rows) {
+  fmt::print("{}\n{:>6} {:>6} {:>7} {:>11} {:>11} {:>11} {:>12} {:>10} {:>10} {:>8}\n", name,
+             "ranks", "hosts", "tokens", "dispatch", "experts", "combine", "step", "inside MB",
+             "between MB", "balance");
+  for (const SimulatedRow& row : rows) print_step(row.layer, row.step);
+  print_notes(costs);
 }
 
 void run(const Options& options) {
   const RankCosts costs =
       options.costs.empty() ? default_rank_costs() : RankCosts::parse(read_text(options.costs));
-  for (const BenchSubject& subject : options.subjects.get()) run_subject(options, costs, subject);
+  for (const BenchSubject& subject : options.subjects.get()) {
+    const std::vector<SimulatedRow> rows = make_rows(options, costs, subject.model);
+    (options.json ? print_simulation_json : print_simulation)(subject.name, costs, rows);
+  }
 }
 
 }  // namespace

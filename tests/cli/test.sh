@@ -79,14 +79,24 @@ case $situation in
     ;;
   simulate)
     small=(--shape 64x64x16x2 --min-samples 1 --max-seconds 0.05)
-    succeeds bench "${small[@]}" --ep 2 --tokens 1,4096 --calibrate costs.json
-    grep -q '"source": "bench --ep 2 on cpu, bf16"' costs.json || fail "no costs"
+    # On a busy machine few tokens may take as long as many.
+    if "$program" bench "${small[@]}" --ep 2 --tokens 1,4096 --calibrate costs.json >out 2>err; then
+      grep -q '"source": "bench --ep 2 on cpu, bf16"' costs.json || fail "no costs"
+    else
+      grep -Eq '^error: samples: .* more time for more bytes$' err || fail "another error"
+    fi
+    cat >costs.json <<'COSTS'
+{"dispatch": {"floor_us": 1, "gigabytes_per_second": 1, "source": "a"},
+ "combine": {"floor_us": 1, "gigabytes_per_second": 1},
+ "between_hosts": {"floor_us": 2, "gigabytes_per_second": 3, "source": "b"},
+ "experts": {"gigabytes_per_second": 4, "teraflops": 5, "source": "c"}}
+COSTS
     plan=(simulate --shape 64x64x16x2 --costs costs.json --tokens 64)
     succeeds "${plan[@]}" --ep 2,16
     says '^ +2 +1 +64 .* us +0\.[0-9]+ +0\.000 +1\.[0-9]+$'
     says '^ +16 +2 +64 '
-    says '^between hosts: 24.0 us and 42.0 GB/s \(assumed: '
-    says '^experts: [0-9]+ GB/s and [0-9]+ TFLOP/s \(bench --ep 2 on cpu, bf16\)$'
+    says '^between hosts: 2.0 us and 3.0 GB/s \(b\)$'
+    says '^experts: 4 GB/s and 5 TFLOP/s \(c\)$'
     succeeds simulate --model gpt-oss-20b --ep 8 --hosts 4 --tokens 8 --json
     says '"ranks":8,"hosts":4,"num_tokens":8,"dispatch_us":'
     succeeds bench "${small[@]}" --tokens 64 --skew zipf --record-routing ids.safetensors
@@ -98,7 +108,7 @@ case $situation in
     echo '{"dispatch": {"floor_us": 1}}' >half.json
     refuses '^error: dispatch.gigabytes_per_second: was missing; must be a number above 0$' \
       simulate --shape 64x64x16x2 --ep 2 --costs half.json
-    wrong '^error: --calibrate excludes --rows-only$' bench "${small[@]}" --ep 2 --tokens 1,8 --rows-only \
+    wrong '^error: --rows-only cannot be used with --calibrate$' bench "${small[@]}" --ep 2 --tokens 1,8 --rows-only \
       --calibrate other.json
     wrong '^error: --calibrate needs several ranks: --ep or --dp$' bench "${small[@]}" --calibrate other.json
     [[ ! -e other.json ]] || fail "a file of a run that failed"
