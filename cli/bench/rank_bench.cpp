@@ -15,6 +15,7 @@
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
 #include "ranks.h"
+#include "support.h"
 #include "testing/cases.h"
 
 namespace fusedmoe::cli {

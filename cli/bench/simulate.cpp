@@ -184,38 +184,33 @@ void add_simulate(Program& program) {
   Command command = program.add_command(
       "simulate", "Tell how long a layer would take on ranks that are not here");
   options->subjects.add_to(command);
-  command.add_option("--ep", options->ep, "Ranks that share the experts")
+  command.add_option("--ep", options->ep, "N", "Ranks that share the experts")
       .list()
       .between(std::int64_t{1}, std::int64_t{1} << 12)
       .required();
   command
       .add_option(
-          "--hosts", options->num_hosts,
+          "--hosts", options->num_hosts, "N",
           fmt::format("Hosts of equally many ranks; default: of at most {}", kMostRanksOfHost))
       .positive();
-  command.add_option("--tokens", options->tokens, "Tokens of each rank; default: 8,128,1024,8192")
+  command
+      .add_option("--tokens", options->tokens, "N", "Tokens of each rank; default: 8,128,1024,8192")
       .list()
       .between(std::int64_t{1}, std::int64_t{1} << 16);
-  command.add_option("--scheme", options->scheme, "Of the experts; default: as published")
-      .kind("SCHEME");
+  command.add_option("--scheme", options->scheme, "SCHEME",
+                     "Of the experts; default: as published");
   add_dispatch_dtype(command, options->dispatch_dtype);
-  command
-      .add_option("--costs", options->costs,
-                  "File of `bench --calibrate`; default: H200s over NCCL, other hosts assumed")
-      .kind("PATH");
-  const Option routing = command
-                             .add_option("--routing", options->routing,
-                                         "File of --record-routing, whose tokens are taken in "
-                                         "turn; default: random ids")
-                             .kind("PATH");
-  command.add_option("--skew", options->skew, "How random tokens spread over experts")
+  command.add_option("--costs", options->costs, "PATH",
+                     "File of `bench --calibrate`; default: H200s over NCCL, other hosts assumed");
+  const Option routing = command.add_option(
+      "--routing", options->routing, "PATH",
+      "File of --record-routing, whose tokens are taken in turn; default: random ids");
+  command.add_option("--skew", options->skew, "NAME", "How random tokens spread over experts")
       .one_of({"balanced", "zipf"})
       .excludes(routing)
       .show_default();
-  command
-      .add_option("--placement", options->placement,
-                  "File of `balance`, for as many ranks; default: consecutive experts")
-      .kind("PATH");
+  command.add_option("--placement", options->placement, "PATH",
+                     "File of `balance`, for as many ranks; default: consecutive experts");
   command.add_flag("--json", options->json, "Print a JSON object for each model instead of text");
   command.example("fusedmoe simulate --model deepseek-v3 --ep 8,64,256 --tokens 128");
   command.runs([options] { run(*options); });
