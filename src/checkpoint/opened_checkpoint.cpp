@@ -42,11 +42,12 @@ std::string_view first_segment(std::string_view name) {
   return name.substr(0, name.find('.'));
 }
 
-/// "experts"; of llama.cpp's names "ffn_up_exps", "ffn_gate_inp_shexp" and "exp_probs_b". Norms lie
-/// before the block.
+/// "experts", shared ones, the router's correction; of llama.cpp's names "ffn_up_exps",
+/// "ffn_gate_inp_shexp" and "exp_probs_b". Norms lie before the block.
 bool is_of_experts(std::string_view segment) {
   const auto has = [&](std::string_view text) { return segment.find(text) != segment.npos; };
-  return segment == "experts" || segment.starts_with("exp_probs_") ||
+  return segment == "experts" || segment.starts_with("shared_expert") || segment == "shared_mlp" ||
+         segment == "e_score_correction_bias" || segment.starts_with("exp_probs_") ||
          (segment.starts_with("ffn_") && !has("norm") &&
           (has("_exps") || has("_shexp") || has("_chexps")));
 }

@@ -49,6 +49,19 @@ TEST(NamesTest, ExpertsNumberBehindTheMatrix) {
   }
 }
 
+// A layer would run without them. Two families differ in shared experts beside the block alone.
+TEST(NamesTest, PartsOfExpertsOutsideTheBlockAreRefused) {
+  for (const std::string part :
+       {"shared_mlp.input_linear.weight", "shared_expert.up_proj.weight",
+        "shared_experts.gate.weight", "shared_expert_gate.weight",
+        "feed_forward.shared_expert.up_proj.weight", "gate.e_score_correction_bias"}) {
+    Parts parts(TinyCheckpoints::instance().source("qwen3_moe"));
+    const std::string name = "model.layers.0." + part;
+    parts.tensors[name] = Tensor::zeros({4, 4}, DType::kBF16);
+    EXPECT_NE(parts.error().find(name + ": unexpected"), std::string::npos) << parts.error();
+  }
+}
+
 /// A part of one expert's rows, from a stack (E, in, rows) of bf16: row `begin` and every `step`-th
 /// one behind it.
 Tensor rows_of(const Tensor& stack, std::int64_t expert, std::int64_t begin, std::int64_t step) {
