@@ -168,7 +168,8 @@ class FailingExecutor final : public Executor {
   int calls = 0, fails_at = -1;
 };
 
-/// Between prepare and finalize, too: wherever a forward has work for several cores.
+/// Between prepare and finalize, too: wherever a forward has work for several cores. What writes
+/// results is then done by the rank's own thread, and nothing fails.
 TEST_P(Failures, ARankThatThrowsAtAnyPlaceOfAStep) {
   constexpr std::int64_t kMany = 40;
   Case spec;
@@ -176,7 +177,7 @@ TEST_P(Failures, ARankThatThrowsAtAnyPlaceOfAStep) {
   spec.hidden = 1024;
   const LayerWeights weights = make_layer_weights({spec});
   const Tensor x = make_hidden_states(DType::kBF16, kMany, spec.hidden);
-  int calls = 1;
+  int calls = 1, failed = 0;
   for (int fails_at = 0; fails_at < calls; ++fails_at) {
     const Communicators comms = make_communicators(3, how_.lend, {kPatient});
     const auto errors = errors_of_ranks(3, [&](int rank) {
@@ -195,10 +196,17 @@ TEST_P(Failures, ARankThatThrowsAtAnyPlaceOfAStep) {
       forward_exactly(how_, layer, x, kMany);
       comms[rank]->barrier();  // a rank may be done when another fails
     });
+    if (errors[1].empty()) {
+      EXPECT_GT(fails_at, 0);
+      EXPECT_EQ(errors, std::vector<std::string>(3));
+      continue;
+    }
+    ++failed;
     EXPECT_EQ(errors[1], "a core is gone");
     EXPECT_TRUE(errors[0].starts_with("rank 1: ") && has(errors[0], "a core is gone")) << errors[0];
     EXPECT_EQ(errors[2], errors[0]);
   }
+  EXPECT_GE(failed, 2);
   EXPECT_GE(calls, 3);
 }
 

@@ -155,6 +155,7 @@ TEST_P(EngineVariants, AForwardIsGivenUpOrWritten) {
         ++given_up;
       }
       EXPECT_TRUE(bitwise_equal(output, ended ? expected : before)) << "call " << call;
+      if (GetParam() == "reference") continue;  // its last step is work for one thread
       EXPECT_TRUE(ended || call < last) << "the last step writes the output";
     }
     EXPECT_GT(given_up, 1);
