@@ -57,3 +57,12 @@ list(APPEND FUSEDMOE_CUDA_ARCHITECTURES 80-virtual)
 set(FUSEDMOE_CUDA_ARCHITECTURES_sm90 90a-real)
 set(FUSEDMOE_CUDA_ARCHITECTURES_sm80 ${FUSEDMOE_CUDA_ARCHITECTURES})
 list(REMOVE_ITEM FUSEDMOE_CUDA_ARCHITECTURES_sm80 90a-real)
+
+# What src/cuda/sm*/family.cpp says of them.
+set(FUSEDMOE_ARCHITECTURES)
+foreach(folder SM90 SM80)
+  string(TOLOWER ${folder} family)
+  list(JOIN FUSEDMOE_CUDA_ARCHITECTURES_${family} " " names)
+  list(APPEND FUSEDMOE_ARCHITECTURES
+    "$<$<COMPILE_LANGUAGE:CXX>:FUSEDMOE_${folder}_ARCHITECTURES=\"${names}\">")
+endforeach()
