@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Union, cast
 
-from . import _core
-from ._arrays import Array, Path, array, checked, given, output_like, scratch_of, stream_of
+from . import _core, _settings
+from ._arrays import Array, Path, array, output_like, scratch_of, stream_of
 from .checkpoint import Checkpoint
-from .options import ExpertSettings, LayerInfo, LayerOptions, SharedExperts, names, takes
+from .options import ExpertSettings, LayerInfo, LayerOptions, SharedExperts, takes
 from .ranks import Communicator
 from .step import Step
 
@@ -56,7 +56,7 @@ class MoELayer:
 
         def prepare() -> _core.PreparedLayer:
             opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-            settings = {**_layer_options(options), "experts_only": experts_only}
+            settings = {**_settings.of_layer(options), "experts_only": experts_only}
             return _core.load_layer(opened._handle, layer, settings)
 
         return cls._make(options.get("communicator"), prepare)
@@ -148,11 +148,11 @@ class MoELayer:
 
         def prepare() -> _core.PreparedLayer:
             settings = {
-                **_layer_options(options),
-                **_arrays_of(given(router)),
-                **_arrays_of(checked(weights or {}, _EXPERTS, "name in weights")),
+                **_settings.of_layer(options),
+                **_settings.of_router(router),
+                **_settings.of_experts(weights),
             }
-            shared_experts = _arrays_of(checked(shared or {}, _SHARED, "name in shared"))
+            shared_experts = _settings.of_shared(shared)
             return _core.create_layer(array(w13), array(w2), settings, shared_experts)
 
         return cls._make(options.get("communicator"), prepare)
@@ -373,17 +373,12 @@ class MoELayer:
             opened = checkpoint
         else:
             opened = Checkpoint(checkpoint)
-
-        def weights_of(expert: int) -> Dict[str, Any]:
-            assert lost is not None
-            return _arrays_of(checked(lost(expert), _EXPERTS | {"w13", "w2"}, "name in lost()"))
-
         self._handle.rebind(
             communicator._handle,
             placement,
             None if opened is None else opened._handle,
             layer,
-            None if lost is None else weights_of,
+            _settings.source_of_lost(lost),
         )
         self.info = cast(LayerInfo, self._handle.info())
 
@@ -431,8 +426,7 @@ class MoELayer:
                 file (option packed_read).
             NotImplementedError: where the implementation cannot.
         """
-        settings = _arrays_of(checked(weights or {}, _EXPERTS, "name in weights"))
-        self._handle.repack(expert, array(w13), array(w2), settings)
+        self._handle.repack(expert, array(w13), array(w2), _settings.of_experts(weights))
 
     @property
     def plan_json(self) -> str:
@@ -449,27 +443,3 @@ class MoELayer:
 
     def __deepcopy__(self, memo: Dict[int, Any]) -> "MoELayer":
         return self  # weights of a layer are shared, not copied
-
-
-_OPTIONS, _EXPERTS, _SHARED = names(LayerOptions), names(ExpertSettings), names(SharedExperts)
-
-
-def _layer_options(options: LayerOptions) -> Dict[str, Any]:
-    known = dict(checked(options, _OPTIONS, "option"))
-    if known.get("packed_weights") is not None:
-        known["packed_weights"] = os.fspath(known["packed_weights"])
-    communicator = known.get("communicator")
-    if communicator is not None:
-        if not isinstance(communicator, Communicator):
-            found = type(communicator).__name__
-            raise TypeError(f"communicator: was a {found}; must be a fusedmoe.Communicator")
-        known["communicator"] = communicator._handle
-    return known
-
-
-def _arrays_of(settings: Mapping[str, Any]) -> Dict[str, Any]:
-    plain = (str, int, float, bool)
-    return {
-        key: value if isinstance(value, plain) else array(value)
-        for key, value in settings.items()
-    }
