@@ -3,66 +3,15 @@
 import multiprocessing
 import re
 import socket
-import threading
 
 import numpy as np
 import pytest
 from conftest import golden_dir
+from rank_layers import EXPERTS, RANKS, TOKENS, forward, layer, part_of, run_threads, tensors
 
 import fusedmoe
 
-RANKS, TOKENS, HIDDEN, EXPERTS = 2, 6, 32, 4
 TOKEN = "the-secret-of-a-test"
-
-
-def tensors():
-    random = np.random.default_rng(1)
-    w13 = random.standard_normal((EXPERTS, 32, HIDDEN)).astype(np.float32)
-    w2 = random.standard_normal((EXPERTS, HIDDEN, 16)).astype(np.float32)
-    gate = random.standard_normal((EXPERTS, HIDDEN)).astype(np.float32)
-    x = random.standard_normal((TOKENS, HIDDEN)).astype(np.float32)
-    return w13, w2, gate, x
-
-
-def layer(**options):
-    w13, w2, gate, _ = tensors()
-    return fusedmoe.MoELayer.from_tensors(
-        w13, w2, topk=2, router_weight=gate, dtype="f32", **options
-    )
-
-
-def part_of(rank):
-    """Rank 0 has two thirds of the tokens."""
-    return slice(0, 4) if rank == 0 else slice(4, TOKENS)
-
-
-def forward(communicator, **options):
-    made = layer(
-        communicator=communicator,
-        max_tokens_per_rank=TOKENS,
-        combine="per_slot",
-        num_threads=1,
-        **options,
-    )
-    x = tensors()[3][part_of(communicator.rank)]
-    return made(x, max_tokens=4)
-
-
-def run_threads(function):
-    results = [None] * RANKS
-
-    def run(rank):
-        try:
-            results[rank] = function(rank)
-        except Exception as error:  # seen by the caller
-            results[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
 
 
 def test_threads_give_the_bits_of_one_rank():
@@ -387,79 +336,3 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 def test_processes_share_memory_unless_one_does_not(sharing):
     files = [files for _, files in results_of_processes(run_process_that_may_share, sharing)]
     assert files == [RANKS if all(sharing) else 0] * RANKS
-
-
-def test_experts_move_and_a_survivor_goes_on():
-    w13, w2, _, x = tensors()
-    expected = layer()(x)
-    communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
-    (alone,) = fusedmoe.Communicator.threads(1)
-
-    def run(rank):
-        made = layer(
-            communicator=communicators[rank], max_tokens_per_rank=TOKENS, combine="per_slot"
-        )
-        window = fusedmoe.LoadWindow(1, EXPERTS, 2)
-        load = np.zeros(EXPERTS, np.int32)
-        for _ in range(3):
-            assert np.array_equal(made(x, expert_load=load), expected)
-            window.add(0, load)
-        assert window.loads() == [(2 * load).tolist()]
-        loads = window.loads(communicators[rank])
-        assert loads == [(4 * load).tolist()]
-        (balanced,) = fusedmoe.balance(loads, RANKS, placements=[made.placement])
-        made.start_move(balanced.placement)
-        assert np.array_equal(made(x), expected)
-        made.commit_move()
-        assert made.placement == balanced.placement
-        made.start_move(fusedmoe.round_robin_placement(EXPERTS, RANKS))
-        made.commit_move()
-        assert np.array_equal(made(x), expected)
-        with pytest.raises(ValueError, match="nothing to commit"):
-            made.commit_move()
-        if rank == 1:
-            communicators[1].abort("gone")
-            return
-        placement = fusedmoe.linear_placement(EXPERTS, 1)
-        with pytest.raises(RuntimeError, match="expert 1, which none of these ranks has"):
-            made.rebind(alone, placement)
-        asked = []
-
-        def lost(expert):
-            asked.append(expert)
-            return {"w13": w13[expert : expert + 1], "w2": w2[expert : expert + 1]}
-
-        made.rebind(alone, placement, lost=lost)
-        assert asked == [1, 3] and made.info["num_local_experts"] == EXPERTS
-        assert np.array_equal(made(x), expected)
-
-    assert run_threads(run) == [None, None]
-
-
-def test_a_survivor_reads_lost_experts_of_a_checkpoint():
-    checkpoint = fusedmoe.Checkpoint(golden_dir() / "mixtral.safetensors")
-    index = checkpoint.moe_layers[0]
-    expected_of = fusedmoe.MoELayer.from_checkpoint(checkpoint, index, dtype="f32")
-    communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
-    (alone,) = fusedmoe.Communicator.threads(1)
-    x = np.random.default_rng(3).standard_normal((TOKENS, checkpoint.info["hidden"]))
-    x = x.astype(np.float32)
-
-    def run(rank):
-        made = fusedmoe.MoELayer.from_checkpoint(
-            checkpoint,
-            index,
-            dtype="f32",
-            communicator=communicators[rank],
-            max_tokens_per_rank=TOKENS,
-            combine="per_slot",
-        )
-        if rank == 0:
-            return
-        placement = fusedmoe.linear_placement(checkpoint.info["num_experts"], 1)
-        with pytest.raises(TypeError, match="lost: cannot be given beside checkpoint"):
-            made.rebind(alone, placement, checkpoint=checkpoint, lost=dict)
-        made.rebind(alone, placement, checkpoint=checkpoint, layer=index)
-        assert np.array_equal(made(x), expected_of(x))
-
-    assert run_threads(run) == [None, None]
