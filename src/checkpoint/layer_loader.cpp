@@ -8,6 +8,7 @@
 #include <span>
 #include <tuple>
 
+#include "checkpoint/block_schemes.h"
 #include "checkpoint/causes.h"
 #include "checkpoint/gate_up.h"
 #include "checkpoint/matrix_reader.h"
@@ -61,7 +62,7 @@ class Loader {
       if (misfits == kNothingFits) throw Error::io(label, refusal(label, cause));
       report(label, cause);
     }
-    return {experts_scheme(), shared_scheme()};
+    return {experts_scheme(), scheme_of_shared_experts(model_, layout_, block_)};
   }
 
   /// Collects them.
@@ -218,53 +219,8 @@ class Loader {
     }
   }
 
-  const BlockTensor& entry(const std::string& name) const {
-    return block_.tensors.find(name)->second;
-  }
-
   QuantScheme experts_scheme() const {
-    const ExpertLayout& layout = *layout_.experts;
-    if (layout.storage == ExpertStorage::kMxfp4) return mxfp4_scheme(layout_);
-    if (is_quantized(layout_.storage)) {
-      return per_expert_scheme(layout_.storage, checks_.expert_dtype().value_or(DType::kBF16));
-    }
-    const QuantScheme scheme = scheme_of_layers(expert_layers(model_, layout_, 0));
-    if (layout.storage != ExpertStorage::kPerExpert) return scheme;
-    for (std::int64_t e = 1; e < model_.router.num_experts; ++e) {
-      const std::vector<LinearLayer> layers = expert_layers(model_, layout_, e);
-      const QuantScheme own = scheme_of_layers(layers);
-      if (own == scheme) continue;
-      throw Error::unsupported(
-          Reason::kQuantScheme, layers.front().name,
-          core::format("{} is {}, but expert 0 is {}: the experts of a layer must have one format",
-                       layers.front().name, name(own), name(scheme)));
-    }
-    return scheme;
-  }
-
-  /// By the formats of gate, up and down, or of the first and the last.
-  QuantScheme scheme_of_layers(const std::vector<LinearLayer>& layers) const {
-    const std::string first = part_name(layers.front(), ".weight");
-    if (layers.size() == 3) {
-      check_same_format(entry(first), entry(part_name(layers[1], ".weight")), layers[1].name);
-    }
-    return *scheme_of_tensors(block_, first, part_name(layers.back(), ".weight"));
-  }
-
-  /// Of linear layers that a table describes, or by the formats of their tensors.
-  std::optional<QuantScheme> shared_scheme() const {
-    if (model_.shared_intermediate == 0) return std::nullopt;
-    const std::vector<LinearLayer> layers = shared_layers(model_, layout_);
-    const LinearStorage &first = layout_.storage.shared, &last = layout_.storage.shared_down;
-    if (!first && !last) return scheme_of_layers(layers);
-    const auto scheme_of = [&](const LinearStorage& storage, const LinearLayer& layer) {
-      if (storage) return storage.scheme;
-      return QuantScheme{*key_of(entry(part_name(layer, ".weight"))), std::nullopt};
-    };
-    QuantScheme scheme = scheme_of(first, layers.front());
-    const QuantKey down = scheme_of(last, layers.back()).weights;
-    if (down != scheme.weights) scheme.down = down;
-    return scheme;
+    return scheme_of_experts(model_, layout_, block_, checks_.expert_dtype());
   }
 
   RouterWeights router_weights() {
@@ -301,7 +257,8 @@ class Loader {
 
   SharedExperts shared_experts() {
     SharedExperts shared;
-    shared.weights = empty_weights(model_.hidden, model_.shared_intermediate, *shared_scheme());
+    shared.weights = empty_weights(model_.hidden, model_.shared_intermediate,
+                                   *scheme_of_shared_experts(model_, layout_, block_));
     shared.weights.activation = model_.shared_activation;
     shared.weights.activation_params = model_.shared_activation_params;
     add_expert(shared.weights, shared_layers(model_, layout_), layout_.storage.shared,
