@@ -6,8 +6,8 @@
 #include <mutex>
 #include <utility>
 
-#include "layers.h"
 #include "module.h"
+#include "settings.h"
 
 namespace fusedmoe::python {
 namespace {

@@ -6,8 +6,8 @@
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/selection.h"
-#include "layers.h"
 #include "module.h"
+#include "settings.h"
 #include "tools/machine.h"
 
 namespace fusedmoe::python {

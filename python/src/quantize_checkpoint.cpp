@@ -4,8 +4,8 @@
 #include <nanobind/stl/string.h>
 
 #include "gil.h"
-#include "layers.h"
 #include "module.h"
+#include "settings.h"
 
 namespace fusedmoe::python {
 namespace {

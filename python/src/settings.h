@@ -1,4 +1,4 @@
-// What layers and the experts alone read from Python's arguments.
+// Settings that layers, experts and routers read from Python's dicts.
 #pragma once
 
 #include <string>
