@@ -80,8 +80,8 @@ class LayerOptions(TypedDict, total=False):
     drop_rows: Optional[bool]
 
 
-class ExpertSettings(TypedDict, total=False):
-    """What belongs to w13 and w2; fused_experts() says what they mean. None: the default."""
+class ActivationSettings(TypedDict, total=False):
+    """The scheme of experts and their activation; fused_experts() says what they mean."""
 
     scheme: Optional[str]
     activation: Optional[str]
@@ -90,6 +90,11 @@ class ExpertSettings(TypedDict, total=False):
     limit: Optional[float]
     situ_beta: Optional[float]
     situ_linear_beta: Optional[float]
+
+
+class ExpertSettings(ActivationSettings, total=False):
+    """What belongs to w13 and w2; fused_experts() says what they mean. None: the default."""
+
     gate_up_layout: Optional[str]
     transposed: Optional[bool]
     scale_layout: Optional[str]
@@ -122,7 +127,7 @@ class DeviceConfig(TypedDict, total=False):
     require: Optional[str]
 
 
-class ExplainConfig(DeviceConfig, total=False):
+class ExplainConfig(DeviceConfig, ActivationSettings, total=False):
     """A configuration without a checkpoint."""
 
     num_experts: Optional[int]
@@ -130,13 +135,6 @@ class ExplainConfig(DeviceConfig, total=False):
     topk: Optional[int]
     hidden: Optional[int]
     intermediate: Optional[int]
-    scheme: Optional[str]
-    activation: Optional[str]
-    alpha: Optional[float]
-    beta: Optional[float]
-    limit: Optional[float]
-    situ_beta: Optional[float]
-    situ_linear_beta: Optional[float]
     has_bias: Optional[bool]
     has_expert_map: Optional[bool]
     apply_router_weight_on_input: Optional[bool]
