@@ -1,6 +1,6 @@
-// One layer whose experts lie in two places: half of them on a GPU, half on the CPU, which work at
-// the same time. Each half has an expert map, gets the same ids, and gives its part of the sum in
-// f32. Without a GPU both halves are on the CPU. Usage: two_devices
+// One layer whose experts lie in two places: half of them on a GPU, half on the CPU. Both halves
+// get the same ids and work at the same time. The expert map of each says which experts it has; the
+// program adds the two sums in f32. Without a GPU both halves are on the CPU. Usage: two_devices
 #include <fusedmoe/layer.h>
 #include <fusedmoe/runtime.h>
 

@@ -17,7 +17,8 @@ class Communicator;
 /// takes. One thread at a time.
 class FUSEDMOE_API LoadWindow {
  public:
-  /// Of the last num_forwards forwards of each layer. Throws Error unless all are positive.
+  /// Keeps the counts of each layer's last num_forwards forwards. Throws Error unless all three
+  /// numbers are positive.
   LoadWindow(std::int64_t num_layers, std::int64_t num_experts, std::int64_t num_forwards);
   ~LoadWindow();
   LoadWindow(LoadWindow&&) noexcept;

@@ -166,7 +166,8 @@ class FUSEDMOE_API Checkpoint {
   /// (FileAccess::kMap).
   LayerWeights load_layer(std::int64_t layer, const ParallelConfig& parallel,
                           const std::optional<ExpertPlacement>& placement = {}) const;
-  /// One expert of it, as MoeLayer::rebind() asks for those that are lost; no other is read.
+  /// Loads one expert of a layer and reads no other: what MoeLayer::rebind() asks for when an
+  /// expert is lost.
   ExpertWeights load_expert(std::int64_t layer, std::int64_t expert) const;
   /// Name, dtype, shape and file of every tensor of the layer's MoE block.
   struct TensorInfo {

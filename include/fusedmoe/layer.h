@@ -95,7 +95,8 @@ struct ForwardOptions {
   TensorView router_logits = {};  ///< (num_tokens, num_choices) f32
   TensorView topk_ids = {};       ///< (num_tokens, topk) i32
   TensorView topk_weights = {};   ///< (num_tokens, topk) f32
-  /// (num_choices) i32: how many tokens chose each expert; of the caller's routing too.
+  /// (num_choices) i32: how many tokens chose each expert. forward_routed() counts the caller's
+  /// ids.
   TensorView expert_load = {};
   /// (num_experts) i32: in place of LayerWeights::expert_map in this forward, as for a cache of
   /// experts, see repack(). Only of a layer that was made with one and has no communicator.
@@ -236,10 +237,10 @@ class FUSEDMOE_API MoeLayer {
   /// Begins to move experts between the ranks, to where `placement` wants them: brings those that
   /// arrive here to memory of their own, and leaves everything else as it is. Forwards go on with
   /// the placement that there was, until commit_move(). Collective, between two forwards, and it
-  /// takes as long as the bytes take. What was begun before is forgotten. Throws Error, on all
-  /// ranks, where ranks give different placements; where a rank would hold another number of
-  /// experts than now; or where one cannot do its part: nothing has then changed, and the
-  /// communicator stays usable, unless a rank has gone.
+  /// takes as long as the bytes take. A move that was begun before and not committed is forgotten.
+  /// Throws Error on all ranks if they give different placements, if a rank would hold more or
+  /// fewer experts than now, or if one rank fails. Then nothing has changed, and the communicator
+  /// can be used further unless a rank has gone.
   void start_move(const ExpertPlacement& placement);
   /// From now on the experts are where start_move() wanted them: the layer is, to the bit, one made
   /// with that placement. Waits for nobody, so all ranks call it between the same two forwards. In

@@ -73,8 +73,8 @@ struct FamilyRow {
   std::vector<std::string> blocks;    ///< names of the MoE block, published one first; may be ""
   std::vector<ExpertLayout> layouts;  ///< published one first
   bool gated = true;                  ///< false: experts are w1, activation, w2
-  // Names of tensors below the block, published one first. A name that begins with '/' is one
-  // below the layer.
+  // Where to look for each tensor: names within the block, the published one first. One that begins
+  // with '/' is a name within the layer instead.
   std::vector<std::string> router;           ///< (E, H)
   std::vector<std::string> router_bias;      ///< (E)
   std::vector<std::string> correction_bias;  ///< (E)

@@ -74,7 +74,8 @@ TEST(MpiFailures, AHundredFailuresLeakNothing) {
   EXPECT_EQ(mpi_communicators, before + 1);
 }
 
-/// What a rank reads of one that has failed stays readable; who waits for it learns why.
+/// A rank may go on reading the memory that a failed rank has lent. Where it waits for that rank,
+/// it gets an Error with the reason.
 TEST(MpiFailures, AFailedRankIsNamedToThoseWhoWaitForItsMemory) {
   if (world()->size() == 1 || !shares()) GTEST_SKIP() << "nothing is lent";
   const auto mine = make_ranks();
