@@ -1,11 +1,12 @@
 """python -m fusedmoe.demo: tokens from a random gpt-oss model, beside transformers' own experts.
 
 Makes a model of transformers with experts in MXFP4, runs it in a process of its own with fusedmoe
-and with each implementation of transformers, and prints what each takes. For fusedmoe also the time
-that the bytes of a token's experts take at the measured bandwidth, in percent of the time taken.
-"f32" are transformers' eager experts in f32, in a model that is bf16 otherwise: from its logits the
-column "error" measures how far those of the others are. Needs torch and transformers. The published
-size of a layer: --hidden 2880 --intermediate 2880 --experts 32 --vocabulary 201088 --layers 2.
+and with each implementation of transformers, and prints what each takes. Peak memory is that of the
+process, on a GPU that of the GPU. For fusedmoe on the CPU also the time that the bytes of a token's
+experts take at the measured bandwidth, in percent of the time taken. "f32" are transformers' eager
+experts in f32, in a model that is bf16 otherwise: from its logits the column "error" measures how
+far those of the others are. Needs torch and transformers. The published size of a layer: --hidden
+2880 --intermediate 2880 --experts 32 --vocabulary 201088 --layers 2.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 OWN, EXACT = "fusedmoe", "f32"
 IMPLEMENTATIONS = (EXACT, OWN, "grouped_mm", "batched_mm", "eager")
@@ -31,7 +32,7 @@ twice: the activated rows, and the sum over a token's experts. transformers' row
 bf16 after each step: product, bias, parts of the activation, weight, each addition. The column
 error says how far that takes the logits of the prompt (root mean square over that of the logits)
 from those of experts in f32, which are run first."""
-_PROMPT, _PROBED = 16, 40  # tokens
+_PROBED = 40  # tokens
 
 
 def make_model(folder: "str | os.PathLike[str]", **sizes: int) -> int:
@@ -85,54 +86,102 @@ def make_model(folder: "str | os.PathLike[str]", **sizes: int) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def run(folder: str, implementation: str, new_tokens: int) -> Dict[str, Any]:
-    """Loads the model and generates; returns seconds, tokens and peak memory."""
+def run(
+    folder: str, implementation: str, new_tokens: int, prompts: Sequence[int], device: str = "cpu"
+) -> Dict[str, Any]:
+    """Loads the model and generates; returns seconds, tokens and peak memory.
+
+    prompts: lengths; the first is the one that tokens are generated from.
+    """
     import torch
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     started = time.perf_counter()
+    model = _load(folder, implementation, device)
+    loaded = time.perf_counter()
+    longest = torch.arange(max(prompts), device=device)[None] % model.config.vocab_size
+    prompt = longest[:, : prompts[0]]
+    with torch.no_grad():
+        logits = model(prompt).logits.float()  # packs, allocates
+        torch.save(logits.cpu(), _logits_file(folder, implementation))
+        _generate(model, prompt, 4)
+        tokens, ends = _generate(model, prompt, new_tokens)
+        rates = [_prompt_rate(model, longest[:, :length]) for length in prompts]
+        peak_bytes = _peak_bytes(device)
+        probed = implementation == OWN and device == "cpu"
+        percents = _percents_of_bandwidth(model, prompt) if probed else []
+    return {
+        "implementation": implementation,
+        "load_s": loaded - started,
+        "prompt_tokens_per_s": rates,
+        "decode_tokens_per_s": (len(ends) - 2) / (ends[-1] - ends[1]),
+        "peak_bytes": peak_bytes,
+        "percent_of_bandwidth": statistics.median(percents) if percents else None,
+        "tokens": tokens[0, prompts[0] :].tolist(),
+    }
+
+
+def _load(folder: str, implementation: str, device: str) -> Any:
+    import torch
+    import transformers
+
     if implementation == OWN:
         from fusedmoe.integrations.transformers import from_pretrained
 
-        model = from_pretrained(folder)
-    else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.bfloat16,
-            quantization_config=transformers.Mxfp4Config(dequantize=True),
-            experts_implementation="eager" if implementation == EXACT else implementation,
-        )
-        if implementation == EXACT:
-            _experts_in_f32(model)
-    loaded = time.perf_counter()
-    prompt = torch.arange(_PROMPT)[None] % model.config.vocab_size
+        return from_pretrained(folder, device=device)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.bfloat16,
+        device_map=None if device == "cpu" else device,
+        quantization_config=transformers.Mxfp4Config(dequantize=True),
+        experts_implementation="eager" if implementation == EXACT else implementation,
+    )
+    if implementation == EXACT:
+        _experts_in_f32(model)
+    return model
+
+
+def _generate(model: Any, prompt: Any, new_tokens: int) -> Tuple[Any, List[float]]:
+    """All tokens, and when the prompt was taken and each new one was there."""
+    import transformers
+
     ends: List[float] = []
 
     class Clock(transformers.generation.streamers.BaseStreamer):
-        def put(self, value: torch.Tensor) -> None:
+        def put(self, value: Any) -> None:  # in host memory: the GPU has done it
             ends.append(time.perf_counter())
 
         def end(self) -> None: ...
 
-    with torch.no_grad():
-        logits = model(prompt).logits.float()  # packs, allocates
-        torch.save(logits, _logits_file(folder, implementation))
-        tokens = model.generate(
-            prompt, max_new_tokens=new_tokens, do_sample=False, streamer=Clock()
-        )
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        percents = _percents_of_bandwidth(model, prompt) if implementation == OWN else []
-    return {
-        "implementation": implementation,
-        "load_s": loaded - started,
-        "prompt_tokens_per_s": _PROMPT / (ends[1] - ends[0]),
-        "decode_tokens_per_s": (len(ends) - 2) / (ends[-1] - ends[1]),
-        "peak_bytes": peak_bytes,
-        "percent_of_bandwidth": statistics.median(percents) if percents else None,
-        "tokens": tokens[0, _PROMPT:].tolist(),
-    }
+    tokens = model.generate(prompt, max_new_tokens=new_tokens, do_sample=False, streamer=Clock())
+    return tokens, ends
+
+
+def _prompt_rate(model: Any, prompt: Any) -> Optional[float]:
+    """Tokens per second up to the first new one, of three runs the middle; None: out of memory."""
+    import torch
+
+    seconds = []
+    try:
+        for _ in range(3):
+            _, (begin, end) = _generate(model, prompt, 1)
+            seconds.append(end - begin)
+    except torch.OutOfMemoryError:
+        return None
+    return float(prompt.shape[1] / statistics.median(seconds))
+
+
+def _peak_bytes(device: str) -> int:
+    """Resident memory of the process at its peak; of a GPU, whose allocators give nothing back, what
+    is not free."""
+    import torch
+
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
 
 
 def _logits_file(folder: "str | os.PathLike[str]", implementation: str) -> pathlib.Path:
@@ -209,37 +258,49 @@ def _percents_of_bandwidth(model: Any, prompt: Any) -> List[float]:
     ]
 
 
+def _measured(folder: str, implementation: str, args: argparse.Namespace) -> Dict[str, Any]:
+    """What run() returns in a process of its own: peak memory is that of a process. Where transformers
+    cannot run its implementation here, the reason instead."""
+    command = [sys.executable, "-m", "fusedmoe.demo", "--run", folder, implementation]
+    command += ["--new-tokens", str(args.new_tokens), "--device", args.device]
+    command += ["--prompts", *map(str, args.prompts)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if done.returncode == 0:
+        result = json.loads(done.stdout.splitlines()[-1])
+        return {**result, "error": _error(folder, implementation)}
+    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    if implementation == OWN:
+        raise SystemExit(done.stderr)
+    return {"implementation": implementation, "failure": lines[-1]}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fusedmoe.demo", description=__doc__)
     sizes = dict(layers=4, hidden=768, intermediate=768, experts=32, topk=4, vocabulary=8192)
     for name, size in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default {size}")
     parser.add_argument("--new-tokens", type=int, default=64, help="default 64, at least 2")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[16], help="lengths; default 16")
+    parser.add_argument("--device", default="cpu", help='"cpu" (default) or "cuda:0"')
     parser.add_argument("--implementations", nargs="+", default=IMPLEMENTATIONS)
-    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON, and the lines to stderr")
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)  # one measurement: see below
     args = parser.parse_args()
     if args.run:
         folder, implementation = args.run
-        print(json.dumps(run(folder, implementation, args.new_tokens)))
+        result = run(folder, implementation, args.new_tokens, args.prompts, args.device)
+        print(json.dumps(result))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         nbytes = make_model(folder, **{name: getattr(args, name) for name in sizes})
-        if not args.json:
-            print(f"a random gpt-oss model of {nbytes / 1e6:.0f} MB, experts in MXFP4")
-            columns = "load s  prompt tok/s  decode tok/s  peak MB  bandwidth   error  tokens"
-            print(f"experts by    {columns}")
+        table = sys.stderr if args.json else sys.stdout
+        print(f"a random gpt-oss model of {nbytes / 1e6:.0f} MB, experts in MXFP4", file=table)
+        print(_heading(args.prompts), file=table, flush=True)
         results = []
         for implementation in sorted(args.implementations, key=lambda name: name != EXACT):
-            # A process of its own for each: peak memory is that of a process.
-            command = [sys.executable, "-m", "fusedmoe.demo", "--run", folder, implementation]
-            command += ["--new-tokens", str(args.new_tokens)]
-            output = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
-            result = json.loads(output.splitlines()[-1])
-            result["error"] = _error(folder, implementation)
+            result = _measured(folder, implementation, args)
             results.append(result)
-            if not args.json:
-                print(_line(result), flush=True)
+            print(_line(result), file=table, flush=True)
     if args.json:
         print(json.dumps({"model_bytes": nbytes, **vars(args), "results": results}, indent=1))
     elif EXACT in args.implementations:
@@ -247,13 +308,22 @@ def main() -> int:
     return 0
 
 
+def _heading(prompts: Sequence[int]) -> str:
+    rates = "".join(f"{f'tok/s of {length}':>16}" for length in prompts)
+    return f"experts by    load s{rates}  decode tok/s  peak MB  bandwidth   error  tokens"
+
+
 def _line(result: Dict[str, Any]) -> str:
+    if "failure" in result:
+        return f"{result['implementation']:12}  {result['failure']}"
     percent = result["percent_of_bandwidth"]
     share = "-" if percent is None else f"{percent:.0f} %"
     error = "-" if result["error"] is None else f"{100 * result['error']:.2f} %"
+    rates = result["prompt_tokens_per_s"]
     return (
         f"{result['implementation']:12}{result['load_s']:8.1f}"
-        f"{result['prompt_tokens_per_s']:14.1f}{result['decode_tokens_per_s']:14.1f}"
+        + "".join(f"{'-' if rate is None else f'{rate:.1f}':>16}" for rate in rates)
+        + f"{result['decode_tokens_per_s']:14.1f}"
         f"{result['peak_bytes'] / 1e6:9.0f}{share:>11}{error:>8}  {result['tokens'][:6]}"
     )
 

@@ -66,10 +66,13 @@ def test_bench_hands_scaled_grouped_mm_what_it_documents(tmp_path, monkeypatch):
 
 def test_demo_and_the_example_generate(tmp_path):
     sizes = [text for name, size in SMALL.items() for text in (f"--{name}", size)]
-    only = ["--implementations", "fusedmoe", "eager", "f32", "--new-tokens", 4]
+    only = ["--implementations", "fusedmoe", "eager", "unknown", "f32", "--new-tokens", 4]
+    only += ["--prompts", 5, 9]
     results = json.loads(run("-m", "fusedmoe.demo", *sizes, *only, "--json"))["results"]
-    assert [result["implementation"] for result in results] == ["f32", "fusedmoe", "eager"]
+    assert [r["implementation"] for r in results] == ["f32", "fusedmoe", "eager", "unknown"]
+    assert "unknown" in results.pop()["failure"]
     assert all(len(result["tokens"]) == 4 for result in results)
+    assert all(len(result["prompt_tokens_per_s"]) == 2 for result in results)
     exact, own, eager = (result["error"] for result in results)
     assert exact == 0 < own < eager < 0.05
 
