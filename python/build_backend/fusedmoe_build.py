@@ -4,11 +4,13 @@ Only a build with CUDA needs them, and the wheel that has them brings 100 MB of 
 are asked for when the build is, not in pyproject.toml.
 """
 
+import importlib.util
 import os
+import pathlib
 import shutil
 
+from scikit_build_core import build as _build
 from scikit_build_core.build import *  # noqa: F403
-from scikit_build_core.build import get_requires_for_build_wheel as _requires
 
 CUTLASS = "nvidia-cutlass==4.2.0.0"  # as in scripts/install-deps.sh
 
@@ -45,7 +47,26 @@ def _cuda_requires(config_settings):
 
 
 def get_requires_for_build_wheel(config_settings=None):
-    return [*_requires(config_settings), *_cuda_requires(config_settings)]
+    requires = _build.get_requires_for_build_wheel(config_settings)
+    return [*requires, *_cuda_requires(config_settings)]
 
 
 get_requires_for_build_editable = get_requires_for_build_wheel
+
+
+def _name_cutlass():
+    """pip puts what get_requires_for_build_wheel() asks for into a folder of its own, in which
+    scikit-build-core does not let CMake look."""
+    found = importlib.util.find_spec("cutlass_library")
+    if found is not None:
+        os.environ.setdefault("CUTLASS_ROOT", str(pathlib.Path(found.origin).parents[1]))
+
+
+def build_wheel(*args, **settings):
+    _name_cutlass()
+    return _build.build_wheel(*args, **settings)
+
+
+def build_editable(*args, **settings):
+    _name_cutlass()
+    return _build.build_editable(*args, **settings)

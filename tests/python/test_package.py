@@ -182,10 +182,12 @@ def test_only_who_listens_hears_what_is_not_used(tmp_path):
 
 def test_a_build_asks_for_cutlass_where_nvcc_is(tmp_path, monkeypatch):
     backend = pathlib.Path(__file__).parents[2] / "python/build_backend"
-    other = types.ModuleType("scikit_build_core.build")
-    other.get_requires_for_build_wheel = lambda settings: ["ninja"]
-    monkeypatch.setitem(sys.modules, "scikit_build_core", types.ModuleType("scikit_build_core"))
-    monkeypatch.setitem(sys.modules, "scikit_build_core.build", other)
+    package = types.ModuleType("scikit_build_core")
+    package.build = types.ModuleType("scikit_build_core.build")
+    package.build.get_requires_for_build_wheel = lambda settings: ["ninja"]
+    package.build.build_wheel = lambda folder, settings=None: os.environ.get("CUTLASS_ROOT")
+    monkeypatch.setitem(sys.modules, "scikit_build_core", package)
+    monkeypatch.setitem(sys.modules, "scikit_build_core.build", package.build)
     monkeypatch.syspath_prepend(backend)
     for name in ("CMAKE_ARGS", "SKBUILD_CMAKE_DEFINE", "CUDACXX", "CUTLASS_ROOT", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -205,7 +207,14 @@ def test_a_build_asks_for_cutlass_where_nvcc_is(tmp_path, monkeypatch):
     assert requires() == ["ninja"]
     monkeypatch.setenv("CMAKE_ARGS", "")
     monkeypatch.setenv("CUTLASS_ROOT", "/somewhere")
-    assert requires() == ["ninja"]
+    assert requires() == ["ninja"] and fusedmoe_build.build_wheel("dist") == "/somewhere"
+    # Where pip has put it.
+    monkeypatch.delenv("CUTLASS_ROOT")
+    (tmp_path / "normal/cutlass_library").mkdir(parents=True)
+    (tmp_path / "normal/cutlass_library/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "normal")
+    assert fusedmoe_build.build_wheel("dist") == str(tmp_path / "normal")
+    monkeypatch.delenv("CUTLASS_ROOT")
 
 
 def test_links_of_the_package_lead_to_one_place():
