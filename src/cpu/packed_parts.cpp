@@ -93,9 +93,9 @@ PackedParts CpuPackedWeights::parts() const {
 
 void CpuPackedWeights::read_origins(const PackedParts& parts) {
   const std::int64_t num_experts = info().num_experts;
-  const Tensor& first = core::part(parts, "first", DType::kI64, {num_experts, 3, 2});
-  const Tensor& dtypes = core::part(parts, "scale_dtypes", DType::kI32, {num_experts, 3});
-  const Tensor& scales = core::part(parts, "input_scales", DType::kF32, {num_experts, 3});
+  const Tensor first = core::part(parts, "first", DType::kI64, {num_experts, 3, 2});
+  const Tensor dtypes = core::part(parts, "scale_dtypes", DType::kI32, {num_experts, 3});
+  const Tensor scales = core::part(parts, "input_scales", DType::kF32, {num_experts, 3});
   origins_.resize(static_cast<std::size_t>(num_experts));
   std::int64_t i = 0;
   for (ExpertOrigin& expert : origins_) {

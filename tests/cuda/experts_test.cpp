@@ -229,7 +229,7 @@ TEST_F(CudaExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
       return family.keeps_order(format, tile);
     });
     EXPECT_EQ(configs.size(), static_cast<std::size_t>(kept)) << name(scheme);
-    EXPECT_GT(kept, 3);
+    EXPECT_GE(kept, 3) << name(scheme);
   }
 }
 

@@ -169,10 +169,11 @@ TEST(CudaRanksTest, RowsThatDoNotFitAreDropped) {
   }
 }
 
-/// All tokens choose the experts of rank 0, where there is room for twice their mean.
+/// All tokens choose the experts of rank 0, where there is room for twice their mean. With fewer
+/// tokens, rows of GEMM 2 in fp32 would take more room than what passes save.
 TEST(CudaRanksTest, MoreExpertRowsThanThereIsRoomForTakeSeveralPasses) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
-  constexpr std::int64_t kMany = 3000;
+  constexpr std::int64_t kMany = 8192;
   const LayerWeights weights = make_layer_weights({small_case("bf16")});
   for (const Setting& setting : settings()) {
     if (setting.size != 4) continue;
