@@ -45,16 +45,26 @@ def array(x: Any) -> Any:
         if name == "float4_e2m1fn_x2":  # a byte with two values, as the library's packed FP4
             return x.view(torch.uint8)
         if name.startswith("float8_") and name in _ML_DTYPES:
-            return _core.as_tensor(x.view(torch.uint8)).view(_ML_DTYPES[name][1])
+            return _viewed(x, x.view(torch.uint8), _ML_DTYPES[name][1])
         return x
     if type(x).__module__ == "numpy" and x.dtype.kind == "V" and x.dtype.name in _ML_DTYPES:
         stored, ours = _ML_DTYPES[x.dtype.name]
-        return _core.as_tensor(x.view(stored)).view(ours)
+        return _viewed(x, x.view(stored), ours)
     return x
 
 
+def _viewed(x: Any, stored: Any, ours: str) -> Any:
+    """The stored values as ours; what cannot be imported is left for the extension to refuse, which
+    knows the name of the argument."""
+    try:
+        return _core.as_tensor(stored, "").view(ours)
+    except ValueError:
+        return x
+
+
 def output_like(x: Any, dtype: Optional[str] = None) -> Any:
-    """An uninitialised array of x's shape, kind and device; dtype None: that of x."""
+    """An uninitialised array of the shape, kind and device of x, the argument hidden_states; dtype
+    None: that of x."""
     torch = _torch_of(x)
     if torch is not None:
         wanted = None if dtype is None else getattr(torch, _TORCH_NAMES[dtype])
@@ -63,7 +73,7 @@ def output_like(x: Any, dtype: Optional[str] = None) -> Any:
         import numpy
 
         return numpy.empty(x.shape, x.dtype if dtype is None else "float32")
-    tensor = _core.as_tensor(array(x))
+    tensor = _core.as_tensor(array(x), "hidden_states")
     return _core.empty(list(tensor.shape), dtype or tensor.dtype, tensor.device)
 
 
@@ -155,7 +165,7 @@ def as_tensor(x: Array) -> Tensor:
     Raises:
         ValueError: for what is no array, or has a type or device that the library lacks.
     """
-    return _core.as_tensor(array(x))
+    return _core.as_tensor(array(x), "x")
 
 
 def empty(shape: Iterable[int], dtype: str = "bf16", device: str = "cpu") -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Optional
 
 from . import _core
@@ -9,6 +10,7 @@ from ._arrays import Array, array, output_like, scratch_of, stream_of
 from ._core import PackCache
 
 _default_cache = PackCache()
+setattr(PackCache, "__signature__", inspect.Signature())  # nanobind gives its classes none
 
 
 def clear_cache() -> None:

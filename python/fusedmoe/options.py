@@ -4,7 +4,7 @@ Annotations are types here, not texts that takes() would have to read at each im
 """
 
 import inspect
-from typing import Any, Callable, FrozenSet, Optional, TypedDict, TypeVar
+from typing import Any, Callable, FrozenSet, List, Optional, TypedDict, TypeVar
 
 from ._arrays import Array, Path
 from .ranks import Communicator
@@ -173,6 +173,23 @@ class CheckpointInfo(TypedDict):
     shared_intermediate: int
 
 
+def _keywords(options: Any) -> List[inspect.Parameter]:
+    """The keys of one of the classes above as parameters."""
+    absent = {name: inspect.Parameter.empty for name in options.__required_keys__}
+    return [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=absent.get(name), annotation=hint
+        )
+        for name, hint in options.__annotations__.items()
+    ]
+
+
+for _kind in (
+    LayerOptions, ExpertSettings, SharedExperts, DeviceConfig, ExplainConfig, LayerInfo, CheckpointInfo,
+):  # fmt: skip
+    setattr(_kind, "__signature__", inspect.Signature(_keywords(_kind)))
+
+
 def names(options: Any) -> FrozenSet[str]:
     """The keys of one of the classes above."""
     return frozenset(options.__annotations__)
@@ -187,10 +204,7 @@ def takes(options: Any) -> Callable[[_Function], _Function]:
     def spell_out(function: _Function) -> _Function:
         signature = inspect.signature(function)
         named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-        named += [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hint)
-            for name, hint in options.__annotations__.items()
-        ]
+        named += _keywords(options)
         setattr(function, "__signature__", signature.replace(parameters=named))
         return function
 

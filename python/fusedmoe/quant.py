@@ -61,7 +61,11 @@ def dequantize_weights(matrix: QuantizedMatrix, scheme: str, in_features: int) -
     Raises:
         ValueError: for shapes that do not fit.
     """
-    values, scales, zero_points, global_scale = (array(part) for part in matrix)
+    try:
+        values, scales, zero_points, global_scale = map(array, matrix)
+    except (TypeError, ValueError):
+        found = type(matrix).__name__
+        raise ValueError(f"matrix: was a {found}; must be a QuantizedMatrix") from None
     return _core.dequantize_weights(
         values, scales, zero_points, global_scale, scheme, in_features
     )

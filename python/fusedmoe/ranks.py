@@ -1,10 +1,12 @@
 """The ranks of a layer: communicators, and which rank holds which expert."""
 
+from __future__ import annotations
+
 import os
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, TypeVar, Union
 
 from . import _core
-from ._arrays import array
+from ._arrays import Array, array
 
 T = TypeVar("T")
 
@@ -289,7 +291,7 @@ class LoadWindow:
         self._handle = _core.LoadWindow(num_layers, num_experts, num_calls)
         self._num_experts = num_experts
 
-    def add(self, layer: int, expert_load: Any) -> None:
+    def add(self, layer: int, expert_load: Array) -> None:
         """Adds what a call of the layer has filled: (num_experts) int32."""
         self._handle.add(layer, array(expert_load))
 
@@ -340,9 +342,7 @@ def balance(
         placements: what the ranks hold now, one for all layers or one for each. An expert that
             stays on its rank keeps its place there. Empty: linear_placement().
     """
-    rows = loads.tolist() if hasattr(loads, "tolist") else list(loads)
-    if not rows or not hasattr(rows[0], "__len__"):
-        rows = [rows]
+    rows = _rows_of(loads)
     if any(len(row) != len(rows[0]) for row in rows):
         raise ValueError("loads: the layers have different numbers of experts")
     layers = _core.balance(
@@ -355,3 +355,15 @@ def balance(
         list(placements),
     )
     return [BalancedLayer(*layer) for layer in layers]
+
+
+def _rows_of(loads: Any) -> List[List[float]]:
+    """A list for each layer."""
+    try:
+        rows = loads.tolist() if hasattr(loads, "tolist") else list(loads)
+        if not rows or not hasattr(rows[0], "__len__"):
+            rows = [rows]
+        return [[float(load) for load in row] for row in rows]
+    except (TypeError, ValueError):
+        found = type(loads).__name__
+        raise ValueError(f"loads: was a {found}; must be numbers, (layers, experts)") from None

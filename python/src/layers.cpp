@@ -142,7 +142,7 @@ void rebind(PyLayer& layer, PyCommunicator& communicator, const std::string& pla
     source = [&](std::int64_t expert) {
       const WithGil gil;
       const auto settings = nb::cast<nb::dict>(lost(expert));
-      return experts_of(item(settings, "w13"), item(settings, "w2"), settings, kept.emplace_back());
+      return experts_within("lost", settings, kept.emplace_back());
     };
   }
   const WithoutGil no_gil;

@@ -82,8 +82,8 @@ PreparedLayer create(nb::handle w13, nb::handle w2, const nb::dict& settings,
   }
   weights.expert_map = tensor_of(item(settings, "expert_map"), "expert_map", kept);
   if (!shared.empty()) {
-    weights.shared_experts = {experts_of(item(shared, "w13"), item(shared, "w2"), shared, kept),
-                              tensor_of(item(shared, "gate"), "shared_experts.gate", kept)};
+    weights.shared_experts = {experts_within("shared", shared, kept),
+                              tensor_of(item(shared, "gate"), "shared: gate", kept)};
   }
   const Tensor down = tensor_of(item(settings, "latent_down"), "latent_down", kept);
   const Tensor up = tensor_of(item(settings, "latent_up"), "latent_up", kept);
@@ -103,6 +103,14 @@ ExpertWeights experts_of(nb::handle w13, nb::handle w2, const nb::dict& settings
   const ActivationParams params = params_of(settings);
   const WithoutGil no_gil;
   return ExpertWeights::from_stacked(stacked, scheme, activation, params);
+}
+
+ExpertWeights experts_within(const char* argument, const nb::dict& settings, Kept& kept) {
+  try {
+    return experts_of(item(settings, "w13"), item(settings, "w2"), settings, kept);
+  } catch (const Error& error) {
+    throw error.within(argument);
+  }
 }
 
 void bind_prepared_layers(nb::module_& module) {

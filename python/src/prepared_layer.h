@@ -17,6 +17,9 @@ struct PreparedLayer {
 /// Stacked experts with their scales and biases: `settings` has vLLM's names, see stacked_of().
 ExpertWeights experts_of(nb::handle w13, nb::handle w2, const nb::dict& settings, Kept& kept);
 
+/// The same where `settings`, the named argument, has w13 and w2 too.
+ExpertWeights experts_within(const char* argument, const nb::dict& settings, Kept& kept);
+
 /// Checkpoint, open_checkpoint(), and what makes a PreparedLayer; that is bound by layers.cpp.
 void bind_prepared_layers(nb::module_& module);
 

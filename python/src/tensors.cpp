@@ -86,18 +86,25 @@ DlTensor describe_array(const Array& array) {
           0};
 }
 
+/// Why the array's package does not hand it out: its first line, as PyTorch's go on with a stack.
+Error refusal(const char* argument) {
+  const nb::python_error error;
+  const std::string text = nb::cast<std::string>(nb::str(error.value()));
+  return Error::invalid(argument, std::string(argument) + ": " + text.substr(0, text.find('\n')));
+}
+
 template <typename Array>
 TensorView import_view(nb::handle array, const char* name, Kept& kept) {
   if (array.is_none()) return {};
   Tensor* own = nullptr;
   if (nb::try_cast(array, own, false)) {
-    kept.objects.push_back(nb::borrow(array));
+    kept.objects.emplace_back(name, nb::borrow(array));
     return *own;
   }
   DlTensor described{};
   if (const DlExchange* exchange = exchange_of(array)) {
-    if (exchange->view_of(array.ptr(), &described) != 0) throw nb::python_error();
-    kept.objects.push_back(nb::borrow(array));
+    if (exchange->view_of(array.ptr(), &described) != 0) throw refusal(name);
+    kept.objects.emplace_back(name, nb::borrow(array));
     return view_of_dlpack(described, name);
   }
   Array imported;
@@ -188,12 +195,12 @@ nb::object moved(nb::handle self, const std::string& device) {
   return nb::cast(std::move(result));
 }
 
-/// The array itself as a Tensor, which keeps it alive.
-nb::object as_tensor(nb::handle array) {
+/// The argument of that name as a Tensor, which keeps it alive.
+nb::object as_tensor(nb::handle array, const std::string& name) {
   auto kept = std::make_unique<Kept>();
-  const TensorView view = view_of(array, "array", *kept);
+  const TensorView view = view_of(array, name.c_str(), *kept);
   hold_memory(*kept);
-  if (!view) throw Error("array", "None", "an array", Fault::kNull);
+  if (!view) throw Error(name, "None", "an array", Fault::kNull);
   const std::shared_ptr<Kept> owner(kept.release(), [](Kept* objects) {
     const WithGil gil;
     delete objects;
@@ -208,11 +215,11 @@ std::vector<std::int64_t> shape_of(const Tensor& tensor) {
 }  // namespace
 
 void hold_memory(Kept& kept) {
-  for (const nb::object& object : kept.objects) {
+  for (const auto& [name, object] : kept.objects) {
     if (nb::isinstance<Tensor>(object)) continue;
     const DlExchange* exchange = exchange_of(object);
     if (exchange == nullptr || exchange->managed_from_object == nullptr) {
-      throw Error("array", nb::cast<std::string>(nb::str(object.type())),
+      throw Error(name, nb::cast<std::string>(nb::str(object.type())),
                   "an array whose memory can be kept by DLPack's interface for C");
     }
     DlManaged* managed = nullptr;
@@ -270,8 +277,10 @@ Workspace scratch_from(nb::handle function, std::size_t bytes, Device device, Ke
 }
 
 void bind_tensors(nb::module_& module) {
-  nb::class_<Tensor>(module, "Tensor",
-                     "Memory with an element type and a shape. Goes to other packages by DLPack.")
+  nb::class_<Tensor>(
+      module, "Tensor",
+      "Memory with an element type and a shape, of as_tensor(), empty() and load_file(). Goes to "
+      "other packages by DLPack.")
       .def("__dlpack__", &dlpack_of,
            nb::sig("def __dlpack__(self, **kwargs: typing.Any) -> typing_extensions.CapsuleType"))
       .def(
@@ -304,8 +313,8 @@ void bind_tensors(nb::module_& module) {
       });
   const nb::class_<ReadOnlyTensor, Tensor> read_only(module, "ReadOnlyTensor",
                                                      "A Tensor that no call writes.");
-  module.def("as_tensor", &as_tensor, nb::arg("array").none(),
-             nb::sig("def as_tensor(array: object) -> Tensor"));
+  module.def("as_tensor", &as_tensor, nb::arg("array").none(), nb::arg("name"),
+             nb::sig("def as_tensor(array: object, name: str) -> Tensor"));
   module.def(
       "empty",
       [](const std::vector<std::int64_t>& shape, const std::string& dtype,

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "fusedmoe/modular_kernel.h"
@@ -18,7 +19,7 @@ namespace nb = nanobind;
 
 /// What a call uses the memory of; it lives until the call ends. Destroyed with the GIL held.
 struct Kept {
-  std::vector<nb::object> objects;
+  std::vector<std::pair<std::string, nb::object>> objects;  ///< with the arguments' names
   std::vector<nb::ndarray<nb::ro>> arrays;
   std::vector<std::shared_ptr<void>> memory;
 };

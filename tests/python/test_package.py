@@ -148,6 +148,33 @@ def test_signatures_say_their_types():
     assert options["num_threads"].annotation == Optional[int] and "options" not in options
 
 
+def public_callables():
+    """Functions, classes and their methods, but for what they have from Python's own classes."""
+    for name in fusedmoe.__all__:
+        public = getattr(fusedmoe, name)
+        if callable(public):
+            yield name, public
+        for base in inspect.getmro(public) if inspect.isclass(public) else ():
+            for method in vars(base) if base.__module__ != "builtins" else ():
+                function = getattr(public, method)
+                if callable(function) and (method[0] != "_" or method in ("__call__", "__len__")):
+                    yield f"{name}.{method}", function
+
+
+def test_every_public_callable_has_a_signature():
+    """Methods of the extension have it as the first line of their documentation."""
+    found = dict(public_callables())
+    assert {"PackCache", "PackCache.clear", "Tensor.view", "LayerOptions"} <= set(found)
+    with pytest.raises(TypeError):
+        found.pop("Tensor")()  # made by functions alone
+    for name, function in found.items():
+        try:
+            inspect.signature(function)
+        except ValueError:
+            line = rf"{name.rpartition('.')[2]}\(self.*\) -> \S+"
+            assert re.fullmatch(line, function.__doc__.splitlines()[0]), name
+
+
 def test_the_logger_hears_once_what_was_chosen(caplog):
     def make(hidden):
         w13, w2 = np.zeros((2, 32, hidden), "float32"), np.zeros((2, hidden, 16), "float32")

@@ -66,6 +66,14 @@ def test_memory_is_shared_and_kept_alive(tensors):
         assert (tensor.data_ptr, tensor.dtype) == (bytes_.data_ptr(), ours)
 
 
+def test_tensors_without_memory_are_refused_by_name(tensors):
+    x, w13, w2, *routing = tensors
+    for wrong in (w2.to("meta"), w2.to("meta", torch.float8_e4m3fn)):
+        with pytest.raises(ValueError) as caught:
+            fusedmoe.fused_experts(x, w13, wrong, *routing)
+        assert caught.value.argument.startswith("w2") and "\n" not in str(caught.value)
+
+
 def test_weights_that_get_other_memory_are_packed_again(tensors):
     x, w13, w2, *routing = tensors
     cache = fusedmoe.PackCache()
