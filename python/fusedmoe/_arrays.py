@@ -142,6 +142,14 @@ def scratch_of(x: Any, stream: Optional[int]) -> Optional[Callable[[int], Any]]:
     return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=x.device)
 
 
+def invalid(argument: str, message: str) -> ValueError:
+    """What the extension raises for an argument, of a call that it does not see."""
+    error = ValueError(message)
+    for name, value in (("argument", argument), ("fault", "value"), ("reason", "supported")):
+        setattr(error, name, value)
+    return error
+
+
 def checked(settings: Mapping[str, Any], known: FrozenSet[str], kind: str) -> Dict[str, Any]:
     """The settings that are not None. Raises TypeError for a name that is not known."""
     unknown = sorted(set(settings) - known)

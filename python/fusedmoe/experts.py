@@ -6,7 +6,7 @@ import inspect
 from typing import Optional
 
 from . import _core
-from ._arrays import Array, array, output_like, scratch_of, stream_of
+from ._arrays import Array, array, invalid, output_like, scratch_of, stream_of
 from ._core import PackCache
 
 _default_cache = PackCache()
@@ -106,7 +106,7 @@ def fused_experts(
         NotImplementedError: with the reasons where no implementation fits.
     """
     if inplace and out is not None and out is not hidden_states:
-        raise ValueError("inplace cannot be used with out: both say where the output goes")
+        raise invalid("inplace", "inplace cannot be used with out: both say where the output goes")
     if out is None:
         out = hidden_states if inplace else output_like(hidden_states)
     optional = {

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Mapping, Optional, Union, cast
 
 from . import _core, _settings
-from ._arrays import Array, Path, array, output_like, scratch_of, stream_of
+from ._arrays import Array, Path, array, invalid, output_like, scratch_of, stream_of
 from .checkpoint import Checkpoint
 from .options import ExpertSettings, LayerInfo, LayerOptions, SharedExperts, takes
 from .ranks import Communicator
@@ -368,7 +368,7 @@ class MoELayer:
             RuntimeError: on all ranks, if an expert is nowhere, for one; the layer is as before.
         """
         if checkpoint is not None and lost is not None:
-            raise TypeError("lost: cannot be given beside checkpoint")
+            raise invalid("lost", "lost cannot be used with checkpoint")
         if checkpoint is None or isinstance(checkpoint, Checkpoint):
             opened = checkpoint
         else:

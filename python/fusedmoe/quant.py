@@ -6,7 +6,7 @@ import os
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple, Union
 
 from . import _core
-from ._arrays import Array, array
+from ._arrays import Array, array, invalid
 from ._core import Tensor
 
 
@@ -65,7 +65,7 @@ def dequantize_weights(matrix: QuantizedMatrix, scheme: str, in_features: int) -
         values, scales, zero_points, global_scale = map(array, matrix)
     except (TypeError, ValueError):
         found = type(matrix).__name__
-        raise ValueError(f"matrix: was a {found}; must be a QuantizedMatrix") from None
+        raise invalid("matrix", f"matrix: was a {found}; must be a QuantizedMatrix") from None
     return _core.dequantize_weights(
         values, scales, zero_points, global_scale, scheme, in_features
     )

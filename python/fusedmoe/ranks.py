@@ -6,7 +6,7 @@ import os
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, TypeVar, Union
 
 from . import _core
-from ._arrays import Array, array
+from ._arrays import Array, array, invalid
 
 T = TypeVar("T")
 
@@ -344,7 +344,7 @@ def balance(
     """
     rows = _rows_of(loads)
     if any(len(row) != len(rows[0]) for row in rows):
-        raise ValueError("loads: the layers have different numbers of experts")
+        raise invalid("loads", "loads: the layers have different numbers of experts")
     layers = _core.balance(
         [load for row in rows for load in row],
         len(rows[0]),
@@ -366,4 +366,5 @@ def _rows_of(loads: Any) -> List[List[float]]:
         return [[float(load) for load in row] for row in rows]
     except (TypeError, ValueError):
         found = type(loads).__name__
-        raise ValueError(f"loads: was a {found}; must be numbers, (layers, experts)") from None
+        message = f"loads: was a {found}; must be numbers, (layers, experts)"
+        raise invalid("loads", message) from None

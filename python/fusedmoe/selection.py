@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, List, Optional, Union
 
 from . import _core
-from ._arrays import Path, checked
+from ._arrays import Path, checked, invalid
 from .checkpoint import Checkpoint
 from .options import DeviceConfig, ExplainConfig, names, takes
 
@@ -85,7 +85,7 @@ def explain(
     """
     if checkpoint is None:
         if layer is not None:
-            raise ValueError("layer cannot be used without a checkpoint")
+            raise invalid("layer", "layer cannot be used without a checkpoint")
         return Selection(_core.explain(checked(config, names(ExplainConfig), "setting")))
     opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
     settings = checked(config, names(DeviceConfig), "setting with a checkpoint")

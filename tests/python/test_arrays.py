@@ -80,10 +80,13 @@ def test_what_is_no_array_among_settings_is_refused_by_name(problem):
         assert named(weights={name: [1, 2]}) == name
 
 
-def test_what_is_no_list_of_numbers_is_refused_by_name(problem):
-    for wrong in (7, None, [["a"]], "loads"):
-        with pytest.raises(ValueError, match="^loads: was"):
-            fusedmoe.balance(wrong, 2)
-    for wrong in (7, [1, 2]):
-        with pytest.raises(ValueError, match="^matrix: was"):
-            fusedmoe.dequantize_weights(wrong, "mxfp4", 64)
+def test_what_is_no_list_of_numbers_is_refused_by_name():
+    calls = {
+        "loads": (lambda loads: fusedmoe.balance(loads, 2), [7, None, [["a"]], "loads"]),
+        "matrix": (lambda m: fusedmoe.dequantize_weights(m, "mxfp4", 64), [7, [1, 2]]),
+    }
+    for name, (function, wrongs) in calls.items():
+        for wrong in wrongs:
+            with pytest.raises(ValueError, match=f"^{name}: was") as caught:
+                function(wrong)
+            assert caught.value.argument == name

@@ -76,7 +76,7 @@ def test_a_survivor_reads_lost_experts_of_a_checkpoint():
         if rank == 0:
             return
         placement = fusedmoe.linear_placement(checkpoint.info["num_experts"], 1)
-        with pytest.raises(TypeError, match="lost: cannot be given beside checkpoint"):
+        with pytest.raises(ValueError, match="lost cannot be used with checkpoint"):
             made.rebind(alone, placement, checkpoint=checkpoint, lost=dict)
         made.rebind(alone, placement, checkpoint=checkpoint, layer=index)
         assert np.array_equal(made(x), expected_of(x))
