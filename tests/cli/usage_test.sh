@@ -58,6 +58,7 @@ case $situation in
       says '^Examples?:'
       says '^  -h, --help '
       says '^Exit status:'
+      grep -q "^| \`$command\` |" "$configs/../../README.md" || fail "README.md does not know $command"
       ! grep -q 'TEXT\|Option Group' out || fail "CLI11's words"
       ! sed '/^Examples*:/,/^$/d' out | grep -q '.\{71\}' || fail "a line of more than 70 columns"
     done
