@@ -18,7 +18,8 @@ bool DeviceMessages::keeps_ids() const {
   return rules_.ids_stay && sizes_.to_all && !drops() && !rules_.per_slot() && sizes_.max_rows == 0;
 }
 
-/// The experts may take several passes, so the host must know how many rows they get. It waits.
+/// The experts may take several passes, so the host must know how many rows they get. It waits once
+/// more than for the counts of rows: the record in which both travel begins on the host.
 void DeviceMessages::count_slots(Stream stream) {
   backend().number_slots({physical_ids_, rules_.physical_ranks, numbers_, slot_counts_}, slots_out_,
                          stream);

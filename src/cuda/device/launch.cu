@@ -5,6 +5,7 @@
 #include <mutex>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "cuda/device/context.h"
 #include "fusedmoe/error.h"
@@ -16,11 +17,10 @@ namespace {
 struct KernelFacts {
   std::size_t shared_bytes = 0;         // it may use so many
   bool is_sure = true;                  // about that: false where contexts have no numbers
-  int code = 0;                         // compute capability that its code is made for; 0: unknown
   std::map<std::size_t, int> resident;  // blocks on a multiprocessor, by bytes of shared memory
 };
 
-/// Calls function(facts), one call at a time.
+/// Calls function(facts), one call at a time, as threads share a kernel's limit.
 template <typename Function>
 auto with_facts(const void* kernel, Device device, const Function& function) {
   // Never destroyed: threads may outlive static objects.
@@ -78,14 +78,14 @@ int resident_blocks(const void* kernel, int threads, std::size_t shared_bytes, D
 
 bool may_overlap(const void* kernel, Device device) {
   constexpr int kFirst = 90;
-  return with_facts(kernel, device, [&](KernelFacts& facts) {
-    if (facts.code == 0) {
-      cudaFuncAttributes attributes{};
-      FUSEDMOE_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
-      facts.code = attributes.ptxVersion;
-    }
-    return facts.code >= kFirst;
-  });
+  // Which code runs is the same in all contexts. Each thread asks once, so that none waits.
+  thread_local std::map<std::pair<const void*, int>, bool> known;
+  const std::pair key(kernel, device.index);
+  const auto found = known.find(key);
+  if (found != known.end()) return found->second;
+  cudaFuncAttributes attributes{};
+  FUSEDMOE_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+  return known.emplace(key, attributes.ptxVersion >= kFirst).first->second;
 }
 
 }  // namespace fusedmoe::cuda

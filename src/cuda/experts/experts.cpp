@@ -219,7 +219,7 @@ void CudaExperts::apply_unfused(const ForwardArgs& args, const FusedMlpParams& p
     rows_.transform_activated(args, scratch, params);
     step.gemms[0].activations = scratch.quantized.codes;
   }
-  step.overlap_previous = false;        // the hooks' work comes before
+  step.order = LaunchOrder::kApart;     // the hooks' work comes before
   step.counters = params.counters + 1;  // the first has moved its own
   fused_mlp(step, planner_.family(), format(), config.tile, args.stream);
   call(hooks.after_gemm2, activated, view(scratch.rows_out, hidden));
@@ -242,7 +242,7 @@ void CudaExperts::run_batched(const ForwardArgs& args, const Scratch& scratch,
              args.stream);
   if (rows_.quantizes()) {
     rows_.transform_hidden(args, scratch);
-    params.overlap_previous = true;
+    params.order = LaunchOrder::kBehind;
   }
   params.expert_num_tokens = args.expert_num_tokens.as<const std::int32_t>();
   params.capacity = args.hidden_states.size(1);
@@ -287,15 +287,15 @@ void CudaExperts::run_gemms_apart(const ForwardArgs& args, const FusedMlpParams&
   FusedMlpParams step = params;
   step.num_gemms = 1;
   step.topk_weights = nullptr;  // those are for GEMM 2
+  if (step.order == LaunchOrder::kBesideRouting) step.order = LaunchOrder::kFirstBesideRouting;
   fused_mlp(step, planner_.family(), format(), config.tile, args.stream);
   rows_.transform_activated(args, scratch, params);
   step.gemms[0] = params.gemms[1];
   step.topk_weights = params.topk_weights;
   step.counters = params.counters + 1;  // the first has moved its own
-  step.overlap_previous = true;
   // GEMM 1 waited for the counts before it let the pass start, and the pass has started before this
   // launch does. So it reads the counts, and need not make them from the ids.
-  step.counts_are_complete = true;
+  step.order = LaunchOrder::kBesideRows;
   step.topk_ids = nullptr;
   fused_mlp(step, planner_.family(), format(), config.tile, args.stream);
 }
@@ -315,8 +315,10 @@ void CudaExperts::run_standard(const ForwardArgs& args, const Scratch& scratch,
   params.expert_num_tokens = routing.expert_num_tokens.as<const std::int32_t>();
   params.expert_offsets = routing.expert_offsets.as<const std::int32_t>();
   params.row_slots = routing.permuted_to_slot.as<const std::int32_t>();
+  params.order = LaunchOrder::kBehind;
   const std::int64_t slots = args.topk_ids.numel();
   if (!unfused && ids_are_old && may_route_inline(slots, num_local_experts)) {
+    params.order = LaunchOrder::kBesideRouting;
     params.topk_ids = args.topk_ids.as<const std::int32_t>();
     params.num_slots = static_cast<int>(slots);
     params.local_experts = core::LocalExperts(args.expert_map, num_local_experts);
@@ -328,7 +330,6 @@ void CudaExperts::run_standard(const ForwardArgs& args, const Scratch& scratch,
   if (format().weights_rows && !unfused && !config.rows_f32) {
     params.topk_weights = std::exchange(topk_weights, nullptr);  // the combine only adds
   }
-  params.overlap_previous = true;
   if (unfused) {
     apply_unfused(args, params, scratch, config, routing);
   } else {

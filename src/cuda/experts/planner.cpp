@@ -41,10 +41,11 @@ WorkspaceSizes Planner::workspace_sizes(const ProblemSize& problem) const {
   WorkspaceSizes sizes = core::output_sizes(config_, problem);
   if (batched()) sizes.output_dtype = problem.dtype;
   if (problem.num_tokens == 0) return sizes;
-  // Room for any configuration, for these and, as rows in f32 take more, for fewer tokens.
+  // Room for any configuration, for these and for fewer tokens: rows in f32 take more, and so may
+  // one token.
   const std::int64_t most_f32 = max_tokens_f32(shape_of(problem));
   for (const std::int64_t num_tokens :
-       {problem.num_tokens, std::min(problem.num_tokens, most_f32)}) {
+       {problem.num_tokens, std::min(problem.num_tokens, most_f32), std::int64_t{1}}) {
     if (num_tokens == 0) continue;
     ProblemSize smaller = problem;
     smaller.num_tokens = num_tokens;

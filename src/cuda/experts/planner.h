@@ -33,7 +33,7 @@ class Planner {
   /// rows come quantized, and the kernel of one token reads no codes.
   KernelConfig config_for(const ProblemSize& problem, int requested, bool coded = false) const;
   Scratch scratch_of(const ProblemSize& problem, const KernelConfig& config, void* block) const {
-    return Scratch(problem, format_, variant_, config, block);
+    return Scratch(problem, rows_, variant_, config, block);
   }
 
  private:

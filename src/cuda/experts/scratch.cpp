@@ -30,7 +30,7 @@ QuantizedRows Scratch::take_fp8(core::WorkspaceCutter& cutter, const QuantKey& k
   return result;
 }
 
-Scratch::Scratch(const ProblemSize& problem, const WeightFormat& format, Variant variant,
+Scratch::Scratch(const ProblemSize& problem, const RowFormat& format, Variant variant,
                  const KernelConfig& config, void* block) {
   const bool batched = variant == Variant::kBatched, unfused = variant == Variant::kUnfused;
   const std::int64_t experts = problem.num_local_experts;
@@ -51,15 +51,18 @@ Scratch::Scratch(const ProblemSize& problem, const WeightFormat& format, Variant
     rows_out = take_rows(config.splits * problem.hidden, rows_dtype);
   }
   const std::optional<QuantKey>& key = problem.scheme.activations;
-  if (format.fp8_rows) {
+  if (format.has_fp8_rows()) {
     hidden = take_fp8(cutter, *key, problem.hidden);
     quantized = take_fp8(cutter, *key, problem.intermediate);
   } else if (!batched || key) {
     permuted = take_rows(problem.hidden, problem.dtype);
   }
   if (unfused) gate_up = take_rows(2 * problem.intermediate, problem.dtype);
-  activated = take_rows(activated_pitch, problem.dtype);
-  if (unfused && key && !format.fp8_rows) {
+  // The kernel of one token stores no codes.
+  if (!format.stores_codes() || problem.num_tokens == 1) {
+    activated = take_rows(activated_pitch, problem.dtype);
+  }
+  if (unfused && key && !format.has_fp8_rows()) {
     quantized.codes = take_rows(activated_pitch, problem.dtype);
   }
   bytes = cutter.used();

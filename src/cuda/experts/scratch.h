@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "core/workspace.h"
-#include "cuda/formats/weight_format.h"
+#include "cuda/experts/row_format.h"
 #include "cuda/mlp/kernel_config.h"
 #include "fusedmoe/experts.h"
 
@@ -36,12 +36,12 @@ struct Scratch {
   void* permuted = nullptr;       // (rows, hidden): hidden states in expert order; or null
   QuantizedRows hidden;           // the same as FP8
   void* gate_up = nullptr;        // unfused: GEMM 1's rows
-  void* activated = nullptr;      // (rows, activated_pitch)
-  QuantizedRows quantized;        // activated rows, where they take a pass of their own
+  void* activated = nullptr;      // (rows, activated_pitch); or null: GEMM 1 stores codes
+  QuantizedRows quantized;        // activated rows as FP8, or where they take a pass
   void* rows_out = nullptr;       // (splits, rows, hidden): GEMM 2's rows, for the combine
   std::size_t bytes = 0;
 
-  Scratch(const ProblemSize& problem, const WeightFormat& format, Variant variant,
+  Scratch(const ProblemSize& problem, const RowFormat& format, Variant variant,
           const KernelConfig& config, void* block);
   /// Words from `counters` on that are zero when a forward begins.
   std::int64_t num_zeroed = 0;

@@ -71,6 +71,20 @@ struct RowPass {
   int tiles = 0;  ///< of each token tile; 0: there is no pass
 };
 
+/// When a launch begins, and when it lets the next one begin. See launch.h for the rules. Except
+/// with kApart the operation before is one of our kernels: an early start waits for kernels only.
+enum class LaunchOrder : std::uint8_t {
+  kApart,   ///< behind all that was enqueued before: copies, a caller's own work
+  kBehind,  ///< behind the launch before. It and all others below let the next one begin at once
+  /// While the launch before makes the activations. Counts of rows and counters are complete.
+  kBesideRows,
+  /// While the launches before make counts and counters: with FusedMlpParams::topk_ids.
+  kBesideRouting,
+  /// The same for GEMM 1 alone, where a launch quantizes its rows and GEMM 2 is kBesideRows: lets
+  /// that launch begin only when the counts are complete, as GEMM 2 does not wait for them.
+  kFirstBesideRouting,
+};
+
 /// Device pointers throughout.
 struct FusedMlpParams {
   GemmParams gemms[2];
@@ -85,9 +99,7 @@ struct FusedMlpParams {
   const std::int32_t* topk_ids = nullptr;
   int num_slots = 0;
   core::LocalExperts local_experts;
-  /// expert_num_tokens, expert_offsets and counters are complete before this launch can begin (see
-  /// launch.h), so only activations and their scales must be waited for. Not with topk_ids.
-  bool counts_are_complete = false;
+  LaunchOrder order = LaunchOrder::kApart;
   /// num_counters(...) words, zero when the kernel begins.
   std::int32_t* counters = nullptr;
   ResolvedActivation activation{};
@@ -100,9 +112,6 @@ struct FusedMlpParams {
   /// Weights that only one token tile reads need not stay in the L2: what they would push out may
   /// have to be written back first.
   bool weights_evict_first = false;
-  /// The stream's previous operation is one of our kernels, and this one may start before that
-  /// ends. Never true after a copy or a caller's own work: an early start waits for kernels only.
-  bool overlap_previous = false;
   /// If not null, the last GEMM multiplies row r by topk_weights[row_slots[r]] before it rounds to
   /// the elements' type. For operands whose WeightFormat::weights_rows is set.
   const float* topk_weights = nullptr;

@@ -41,16 +41,9 @@ __device__ __forceinline__ bool is_row_pass(const WorkTile& tile) {
 
 /// Whether this launch begins its work before the previous one has ended.
 __device__ inline bool starts_early(const FusedMlpParams& p) {
-  return p.topk_ids || p.counts_are_complete;
+  return p.order >= LaunchOrder::kBesideRows;
 }
-/// Most launches let the next one begin at once. This one does not if a launch between GEMM 1 and
-/// GEMM 2 quantizes the rows: then GEMM 1 first waits until the launch before it has completed.
-/// That launch writes the experts' counts, which GEMM 2 reads without a wait
-/// (FusedMlpParams::counts_are_complete).
-__device__ inline bool triggers_late(const FusedMlpParams& p) {
-  return p.topk_ids && p.num_gemms == 1;
-}
-/// Before what the previous launch wrote is read, and before anything is written.
+/// When a launch that starts early reads what the previous one wrote, or writes anything.
 __device__ inline void wait_for_previous(const FusedMlpParams& p) {
   if (starts_early(p)) wait_for_previous_launch();
 }

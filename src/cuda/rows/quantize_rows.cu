@@ -280,7 +280,7 @@ template <typename Storage>
 __global__ void __launch_bounds__(kThreads) permute_codes_kernel(const PermuteParams p) {
   constexpr bool kDecodes = sizeof(Storage) > 1;
   const std::int64_t token = blockIdx.x;
-  wait_for_previous_launch();
+  order_after_previous();
   const std::int32_t* rows = p.slot_to_row + token * p.topk;
   for (std::int64_t column = threadIdx.x * kColumns; column < p.from.columns;
        column += kThreads * kColumns) {

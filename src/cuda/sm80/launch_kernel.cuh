@@ -14,7 +14,7 @@ void launch_kernel(const FusedMlpParams& params, const Stream& stream) {
   const int blocks = resident_blocks(reinterpret_cast<const void*>(fused_mlp_kernel<K>),
                                      K::kThreads, bytes, stream.device);
   launch(fused_mlp_kernel<K>, dim3(static_cast<unsigned>(blocks)), dim3(K::kThreads), bytes, stream,
-         params.overlap_previous, params);
+         params.order != LaunchOrder::kApart, params);
 }
 
 }  // namespace fusedmoe::cuda::sm80

@@ -49,7 +49,7 @@ __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const 
   const bool owns_first = p.num_gemms == 1;
   const int num_owned = owns_first ? static_cast<int>(gridDim.x) / K::kCluster : 0;
   const auto draw = [&] { return rank == 0 ? num_owned + atomicAdd(p.counters, 1) : 0; };
-  bool waits_for_counters = p.topk_ids != nullptr;
+  bool waits_for_counters = p.order >= LaunchOrder::kBesideRouting;
   // Else, while the counters are still made, each block brings some tile's first packed blocks
   // near, for whichever draws it. In the loop: code is slow when it runs for the first time.
   bool is_ahead = waits_for_counters && !owns_first;
@@ -64,7 +64,7 @@ __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const 
     if (is_ahead) {
       prefetch_weights<K>(p, tile);
       wait_for_previous_launch();
-      if (triggers_late(p)) let_next_launch_begin();
+      if (p.order == LaunchOrder::kFirstBesideRouting) let_next_launch_begin();
       drawn = draw();
       is_ahead = waits_for_counters = false;
       continue;
@@ -80,7 +80,7 @@ __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const 
     if (!is_row_pass<K>(tile)) copy_weights(shared, p, tile, stage);
     if (waits_for_counters) {
       wait_for_previous_launch();
-      if (triggers_late(p)) let_next_launch_begin();
+      if (p.order == LaunchOrder::kFirstBesideRouting) let_next_launch_begin();
       drawn = draw();
       waits_for_counters = false;
     }
@@ -233,7 +233,7 @@ __global__ __launch_bounds__(K::kThreads,
   // The first launch of a forward was made without PDL, so what came before it has completed. What
   // it writes itself must be waited for here, or later by those who read it.
   if (!starts_early(params)) wait_for_previous_launch();
-  if (!triggers_late(params)) let_next_launch_begin();
+  if (params.order != LaunchOrder::kFirstBesideRouting) let_next_launch_begin();
   count_tiles(shared, params, expert);
   if constexpr (K::kCluster > 1) cute::cluster_sync();
 

@@ -31,7 +31,7 @@ void launch_kernel(const FusedMlpParams& params, const Stream& stream) {
   const auto blocks = static_cast<unsigned>(multiprocessors / K::kCluster * K::kCluster);
   launch_clusters(fused_mlp_kernel<K>, K::kCluster, dim3(blocks), dim3(K::kThreads),
                   sizeof(SharedMemory<K>), static_cast<cudaStream_t>(stream.handle),
-                  params.overlap_previous, params, maps);
+                  params.order != LaunchOrder::kApart, params, maps);
 }
 
 }  // namespace fusedmoe::cuda::sm90
