@@ -19,7 +19,7 @@ __device__ __forceinline__ float exchange_amax(SharedMemory<K>& shared,
     return own;
   } else {
     static_assert(K::kRowGroups == 2);
-    constexpr int kBarrier = 2 * K::kRowGroups;  // behind those of Turns
+    constexpr int kBarrier = K::kRowGroups;  // behind those of warpgroups
     // Chunks take turns at two arrays. When one is written again, all have met since it was read:
     // at the chunk in between or, before the first of a tile, here. (racecheck
     // reports each write with the read behind it, although a named barrier lies between them.)

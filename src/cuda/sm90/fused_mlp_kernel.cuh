@@ -131,7 +131,6 @@ template <typename K>
 __device__ __forceinline__ void multiply_tiles(SharedMemory<K>& shared, const FusedMlpParams& p) {
   const WarpgroupCoords<K> coords{__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0)};
   StageState<K> stage;
-  if (coords.warpgroup == 1) Turns<K>::pass(coords);
   constexpr unsigned kSlots = K::kTileSlots;
   for (unsigned count = 0;; ++count) {  // one register, where TileState takes two
     const unsigned slot = count % kSlots;

@@ -82,10 +82,6 @@ struct Kernel {
 
   static_assert(kAllAccumulators + (kPromotes ? 32 : 48) <= kMultiplyRegisters,
                 "the tile's accumulators leave no registers");
-  // Two warpgroups that promote take turns: one has the tensor cores while the other promotes.
-  // Decoding, and promoting seldom, gain nothing from it.
-  static constexpr bool kTakesTurns = kPromotes && !Operands::kDecodes && !kTokensAreRows &&
-                                      !kHasEpilogueWarpgroup && kWarpgroups == 2;
   // FP8 weights are decoded half a K block ahead in tiles of 64 and 96 tokens: narrower tiles gain
   // nothing, and wider ones lose by it.
   static constexpr bool kDecodesAhead =

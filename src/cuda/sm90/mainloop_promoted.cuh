@@ -6,25 +6,6 @@
 
 namespace fusedmoe::cuda::sm90 {
 
-/// Lets two warpgroups use the tensor cores in turns, see Kernel::kTakesTurns: while one
-/// multiplies, the other promotes. Without it both would promote at the same time, and the tensor
-/// cores would have nothing to do. Each warpgroup has a named barrier: it waits
-/// there for its turn, and the other one arrives there to hand the turn over.
-template <typename K>
-struct Turns {
-  __device__ static __forceinline__ void wait(const WarpgroupCoords<K>& coords) {
-    if constexpr (K::kTakesTurns) {
-      cutlass::arch::NamedBarrier::sync(256, K::kRowGroups + coords.warpgroup);
-    }
-  }
-  /// To the other warpgroup. Before the first tile the second one passes the turn to the first.
-  __device__ static __forceinline__ void pass(const WarpgroupCoords<K>& coords) {
-    if constexpr (K::kTakesTurns) {
-      cutlass::arch::NamedBarrier::arrive(256, K::kRowGroups + (coords.warpgroup ^ 1));
-    }
-  }
-};
-
 /// FP8: its instructions keep some 13 bits of a sum, so each K block is summed up apart and added
 /// in fp32, times scales where there are any. That is hidden by the other warpgroups' instructions.
 template <int kN, typename K>
@@ -46,7 +27,6 @@ __device__ __forceinline__ void multiply_promoted(SharedMemory<K>& shared, const
         float sums[kFirst / 2];
         const Descriptor<> weights(
             cute::cast_smem_ptr_to_uint(operands.weights + b * K::kRowBlockPitch));
-        Turns<K>::wait(coords);
         fence_accumulators(sums);
         cute::warpgroup_arrive();
 #pragma unroll
@@ -55,7 +35,6 @@ __device__ __forceinline__ void multiply_promoted(SharedMemory<K>& shared, const
           multiply_apart<typename K::Activation, width>(weights.at(j), tokens, j == 0, sums);
         }
         cute::warpgroup_commit_batch();
-        Turns<K>::pass(coords);
         cute::warpgroup_wait<0>();
         fence_accumulators(sums);
         promote<K, width>(sums, first, scales, b, accumulators[b]);
