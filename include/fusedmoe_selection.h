@@ -39,7 +39,7 @@ typedef struct fusedmoe_candidate { /* strings live as long as the selection */
   const char* prepare_finalize;
   int32_t chosen;
   int32_t reason;   /* fusedmoe::Reason; 0: it can serve the configuration */
-  const char* text; /* the reason in words */
+  const char* text; /* why not; or what would be multiplied, and by which code */
 } fusedmoe_candidate;
 
 /* Succeeds too where nothing fits, unless `require` names what must. */

@@ -117,7 +117,7 @@ struct Context {
 /// Yes, or a reason with the value that failed.
 struct Support {
   Reason reason = Reason::kSupported;
-  std::string text;
+  std::string text;  ///< why not; or what would be multiplied, and by which code
 
   explicit operator bool() const { return reason == Reason::kSupported; }
   static Support yes() { return {}; }

@@ -55,10 +55,10 @@ struct FUSEDMOE_API Selection {
   /// Bytes that the packed weights of this rank will take, see ExpertsDescriptor::packed_bytes().
   /// Throws Error when nothing fits.
   std::int64_t packed_bytes() const;
-  /// Text table: chosen mark, experts, prepare_finalize, format, code, reason.
+  /// Text table: chosen mark, experts, prepare_finalize, format, code, how it runs or why not.
   std::string table() const;
   /// The same as a JSON array of objects: chosen, experts, prepare_finalize, activation_format,
-  /// supported, code, reason.
+  /// supported, code, runs or reason.
   std::string json() const;
   /// Throws Error when nothing fits.
   Plan plan() const;

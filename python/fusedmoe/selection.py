@@ -24,7 +24,7 @@ class Candidate:
     reason: str
     """A stable code: "supported", "device", "quant_scheme", ..."""
     text: str
-    """The reason in words."""
+    """Why not; or what would be multiplied, and by which code."""
 
 
 class Selection:

@@ -82,11 +82,17 @@ Support CpuDescriptor::supports(const MoeConfig& config) const {
         Reason::kShape,
         core::format("size {}: int32 accumulators of int8 hold up to {}", widest, kMaxInt8Size));
   }
-  return core::supports_on_cpu(config,
-                               is_named(config.scheme) && has_codes(config.scheme.weights) &&
-                                   has_codes(config.scheme.down_weights()) &&
-                                   has_rows(config.scheme.activations),
-                               "every named scheme");
+  Support support = core::supports_on_cpu(
+      config,
+      is_named(config.scheme) && has_codes(config.scheme.weights) &&
+          has_codes(config.scheme.down_weights()) && has_rows(config.scheme.activations),
+      "every named scheme");
+  if (support) {
+    constexpr const char* kElements[] = {"f32", "bf16", "s8", "s16"};  // of Compute
+    const auto compute = static_cast<int>(compute_of(config.scheme, config.dtype));
+    support.text = core::format("{} by {}", kElements[compute], cpu_isa());
+  }
+  return support;
 }
 
 WorkspaceSizes CpuExperts::workspace_sizes(const ProblemSize& problem) const {

@@ -30,7 +30,8 @@ Support pair_support(const MoeConfig& config, const PrepareFinalizeDescriptor& p
   const ActivationFormat format = prepare_finalize.activation_format();
   MoeConfig asked = config;
   asked.activation_format = format;
-  if (Support support = experts.supports(asked); !support) return support;
+  Support runs = experts.supports(asked);
+  if (!runs) return runs;
   if (Support support = prepare_finalize.supports(asked); !support) return support;
   if (!config.device.is_cpu() && make_preparation(experts, config.scheme, false).quant) {
     return Support::no(Reason::kQuantScheme,
@@ -41,7 +42,7 @@ Support pair_support(const MoeConfig& config, const PrepareFinalizeDescriptor& p
     return Support::no(Reason::kActivationFormat, core::format("{}: {} is asked for", name(format),
                                                                name(config.activation_format)));
   }
-  return Support::yes();
+  return runs;
 }
 
 std::vector<Candidate> make_candidates(const MoeConfig& config) {
@@ -269,7 +270,7 @@ Context make_context() {
 
 std::string Selection::table() const {
   using Row = std::array<std::string, 6>;
-  std::vector<Row> rows{{"", "experts", "prepare_finalize", "format", "code", "reason"}};
+  std::vector<Row> rows{{"", "experts", "prepare_finalize", "format", "code", "how, or why not"}};
   for (const Candidate& candidate : candidates) {
     rows.push_back({candidate.chosen ? "*" : "", std::string(candidate.experts->name()),
                     std::string(candidate.prepare_finalize->name()),
@@ -302,7 +303,7 @@ std::string Selection::json() const {
     row["activation_format"] = name(candidate.prepare_finalize->activation_format());
     row["supported"] = static_cast<bool>(candidate.support);
     row["code"] = code(candidate.support.reason);
-    row["reason"] = candidate.support.text;
+    row[candidate.support ? "runs" : "reason"] = candidate.support.text;
     rows.push_back(std::move(row));
   }
   return rows.dump(2);

@@ -255,6 +255,24 @@ TEST(SelectionTest, ScratchFollowsTheExpertRowsThatThereIsRoomFor) {
   }
 }
 
+/// GEMM 1 stores codes; only the kernel of one token has rows of 16 bits between the GEMMs.
+TEST(SelectionTest, StaticScalesTakeNoScratchForActivatedRows) {
+  MoeConfig config = gpt_oss_config();
+  config.device = {DeviceKind::kCuda, 0};
+  config.compute_capability = 90;
+  config.scheme = parse_scheme("fp8_token");
+  const ModularKernel dynamic = explain(config).create(make_context());
+  config.scheme = parse_scheme("fp8_static");
+  const ModularKernel fixed = explain(config).create(make_context());
+  const std::size_t rows = std::size_t(4096 * config.topk);
+  const std::size_t saved = dynamic.workspace_bytes(4096) - fixed.workspace_bytes(4096);
+  EXPECT_GE(saved, rows * std::size_t(2 * config.intermediate));
+  EXPECT_LE(saved, rows * std::size_t(2 * config.intermediate + 16));
+  for (const std::int64_t tokens : {1, 2, 3, 64}) {
+    EXPECT_LE(fixed.workspace_bytes(tokens), fixed.workspace_bytes(tokens + 1)) << tokens;
+  }
+}
+
 TEST(SelectionTest, EveryComputeCapabilitySinceAmpereHasExperts) {
   MoeConfig config = gpt_oss_config();
   config.device = {DeviceKind::kCuda, 0};
@@ -263,6 +281,11 @@ TEST(SelectionTest, EveryComputeCapabilitySinceAmpereHasExperts) {
     const Selection selection = explain(config);
     ASSERT_TRUE(selection) << selection.table();
     EXPECT_EQ(selection.experts->name(), capability == 90 ? "sm90" : "sm80") << capability;
+    EXPECT_NE(selection.table().find(capability == 90  ? "bf16 by wgmma, machine code for 9.0"
+                                     : capability < 90 ? "bf16 by mma.sync, machine code for 8.0"
+                                                       : "bf16 by mma.sync, PTX for 8.0"),
+              std::string::npos)
+        << selection.table();
     // Every configuration has room: that of the kernel of one token, too.
     const ModularKernel kernel = selection.create(make_context());
     EXPECT_GT(kernel.workspace_bytes(8192), kernel.workspace_bytes(1)) << capability;
@@ -391,7 +414,7 @@ TEST(SelectionTest, JsonHoldsTheSame) {
     EXPECT_EQ(rows[i]["activation_format"], name(candidate.prepare_finalize->activation_format()));
     EXPECT_EQ(rows[i]["supported"], static_cast<bool>(candidate.support));
     EXPECT_EQ(rows[i]["code"], code(candidate.support.reason));
-    EXPECT_EQ(rows[i]["reason"], candidate.support.text);
+    EXPECT_EQ(rows[i][candidate.support ? "runs" : "reason"], candidate.support.text);
     EXPECT_EQ(rows[i]["chosen"], candidate.chosen);
   }
 }

@@ -21,7 +21,7 @@
 namespace fusedmoe::cuda {
 namespace {
 
-/// Whether the device is one that these kernels are for.
+/// Whether the device is one that these kernels are for; then with the code that it would run.
 Support supports_device(const MoeConfig& config, const KernelFamily& family) {
   const auto no = [](std::string text) { return Support::no(Reason::kDevice, std::move(text)); };
   if (config.device.is_cpu()) return no("device is cpu, runs on cuda");
@@ -41,11 +41,12 @@ Support supports_device(const MoeConfig& config, const KernelFamily& family) {
                            capability / 10, capability % 10));
   }
   // What machine code there is runs. PTX the driver has to compile.
-  if (!code->is_ptx || config.compute_capability) return Support::yes();
-  if (std::string problem = code_problem(family.kernel(), config.device); !problem.empty()) {
-    return no(std::move(problem));
+  if (code->is_ptx && !config.compute_capability) {
+    if (std::string problem = code_problem(family.kernel(), config.device); !problem.empty()) {
+      return no(std::move(problem));
+    }
   }
-  return Support::yes();
+  return {Reason::kSupported, to_string(*code)};
 }
 
 /// The intermediate size is a multiple of it.
@@ -68,7 +69,8 @@ Support FamilyDescriptor::supports(const MoeConfig& config) const {
   const auto no = [](Reason reason, std::string text) {
     return Support::no(reason, std::move(text));
   };
-  if (Support support = supports_device(config, family_); !support) return support;
+  Support device = supports_device(config, family_);
+  if (!device) return device;
   const auto find = [&](DType dtype) {
     const WeightFormat* format = find_weight_format(config.scheme, dtype);
     return format && !family_.tiles(*format).empty() ? format : nullptr;
@@ -102,7 +104,8 @@ Support FamilyDescriptor::supports(const MoeConfig& config) const {
     return no(Reason::kShape,
               core::format("{} experts; takes up to {}", config.num_local_experts, kMaxExperts));
   }
-  return Support::yes();
+  return {Reason::kSupported, core::format("{} by {}, {}", format->multiplied_as(),
+                                           family_.instruction(), device.text)};
 }
 
 std::int64_t FamilyDescriptor::packed_bytes(const MoeConfig& config) const {

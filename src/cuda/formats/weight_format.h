@@ -36,6 +36,10 @@ struct WeightFormat {
   /// GEMM 1 can quantize and decode what it stores, see FusedMlpParams::quantizer.
   bool quantizes_rows = false;
 
+  /// What the tensor cores multiply.
+  constexpr std::string_view multiplied_as() const {
+    return fp8_rows ? "FP8" : row_dtype == DType::kF16 ? "f16" : "bf16";
+  }
   /// GEMM 1 can store E4M3 codes whose scale is known, see GemmParams::out_e4m3. Kernels with
   /// scales of K blocks do not carry the code.
   constexpr bool stores_codes() const { return fp8_rows && !k_scales; }

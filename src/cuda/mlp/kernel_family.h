@@ -32,6 +32,8 @@ class KernelFamily {
   virtual bool runs_on(int capability) const = 0;
   /// What they need, for people: "9.0".
   virtual std::string_view needs() const = 0;
+  /// Of the tensor cores: "wgmma".
+  virtual std::string_view instruction() const = 0;
   /// What they were compiled for, see code_for().
   virtual std::string_view architectures() const = 0;
   /// One of them, see code_problem(): any stands for all. Null in a build without CUDA.

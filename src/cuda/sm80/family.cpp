@@ -12,6 +12,7 @@ class Sm80Family final : public KernelFamily {
   std::string_view name() const override { return "sm80"; }
   bool runs_on(int capability) const override { return capability >= 80; }
   std::string_view needs() const override { return "8.0 or later"; }
+  std::string_view instruction() const override { return "mma.sync"; }
   std::string_view architectures() const override { return FUSEDMOE_SM80_ARCHITECTURES; }
   const void* kernel() const override { return sm80_probe(); }
   std::span<const TileShape> tiles(const WeightFormat& format) const override {

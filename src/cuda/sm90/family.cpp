@@ -12,6 +12,7 @@ class Sm90Family final : public KernelFamily {
   std::string_view name() const override { return "sm90"; }
   bool runs_on(int capability) const override { return capability == 90; }
   std::string_view needs() const override { return "9.0"; }
+  std::string_view instruction() const override { return "wgmma"; }
   std::string_view architectures() const override { return FUSEDMOE_SM90_ARCHITECTURES; }
   const void* kernel() const override { return sm90_probe(); }
   std::span<const TileShape> tiles(const WeightFormat& format) const override {
