@@ -65,7 +65,7 @@ FUSEDMOE_HD static inline std::uint8_t e2m1_code(float value) {
 }
 
 /// The inverse.
-static inline float e2m1_value(std::uint8_t code) {
+FUSEDMOE_HD static inline float e2m1_value(std::uint8_t code) {
   const std::int32_t magnitude = code & 7;
   const std::int32_t normal = (magnitude << 22) + (126 << 23);
   const std::int32_t subnormal = std::bit_cast<std::int32_t>(static_cast<float>(magnitude) * 0.5F);

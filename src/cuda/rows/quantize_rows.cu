@@ -1,20 +1,18 @@
 #include "cuda/rows/quantize_rows.h"
 
-#include <cuda_fp8.h>
-
 #include <algorithm>
 
 #include "core/check.h"
 #include "cuda/device/launch.h"
 #include "cuda/rows/element.cuh"
-#include "cuda/rows/row_transform.h"
-#include "quant/quantize_scales.h"
+#include "cuda/rows/row_transform.cuh"
 
 namespace fusedmoe::cuda {
 namespace {
 
 constexpr int kThreads = 128;
 constexpr int kColumns = 8;  // of a thread at a time
+constexpr int kMxLanes = 32 / kColumns;
 
 /// What the kernels must know of a key.
 struct CodeFormat {
@@ -66,81 +64,82 @@ struct DequantizeParams {
 /// Zeros behind the end of the row.
 template <typename Storage, bool kAligned>
 __device__ void load_columns(const Storage* row, std::int64_t column, std::int64_t columns,
-                             float (&values)[kColumns]) {
+                             UnitValues& values) {
   constexpr int kWidth = kAligned ? 16 / static_cast<int>(sizeof(Storage)) : 1;
 #pragma unroll
   for (int first = 0; first < kColumns; first += kWidth) {
     Pack<Storage, kWidth> pack{};
     if (column < columns) pack = Pack<Storage, kWidth>::load(row + column + first);
 #pragma unroll
-    for (int i = 0; i < kWidth; ++i) values[first + i] = to_f32(pack.values[i]);
+    for (int i = 0; i < kWidth; ++i) {
+      float2& pair = values[(first + i) / 2];
+      ((first + i) % 2 == 0 ? pair.x : pair.y) = to_f32(pack.values[i]);
+    }
   }
-}
-
-/// NaN counts as 0.
-__device__ float amax_of(const float (&values)[kColumns]) {
-  float amax = 0;
-#pragma unroll
-  for (const float value : values) amax = fmaxf(amax, fabsf(value));
-  return amax;
-}
-
-/// Of `lanes` neighbours, a power of two.
-__device__ float amax_of_lanes(float amax, int lanes) {
-  for (int lane = 1; lane < lanes; lane *= 2) {
-    amax = fmaxf(amax, __shfl_xor_sync(~0U, amax, lane));
-  }
-  return amax;
 }
 
 template <typename Storage, bool kAligned>
 __device__ float amax_of_row(const Storage* row, std::int64_t columns) {
   __shared__ float of_warps[kThreads / 32];
-  float amax = 0, values[kColumns];
+  float amax = 0;
+  UnitValues values;
   for (std::int64_t column = threadIdx.x * kColumns; column < columns;
        column += kThreads * kColumns) {
     load_columns<Storage, kAligned>(row, column, columns, values);
-    amax = fmaxf(amax, amax_of(values));
+    amax = fmaxf(amax, amax_of_values(values));
   }
-  amax = amax_of_lanes(amax, 32);
+  amax = amax_of_lanes<32>(amax);
   if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = amax;
   __syncthreads();
   for (const float of_warp : of_warps) amax = fmaxf(amax, of_warp);
   return amax;
 }
 
-/// The scale of 8 columns, what they are multiplied or divided by, and whether they count as zero.
-struct Divisor {
-  float scale;
-  int code;  // of an E8M0 scale
-  bool multiply;
-  float factor;
-  bool zero;
-};
-
-__device__ Divisor divisor_of(const CodeFormat& format, float amax) {
-  using Scale = CodeFormat::Scale;
-  Divisor result{format.static_scale, 0, true, 0, false};
-  if (format.scale == Scale::kMx) {
-    result.code = core::mx_scale_code(amax, format.e2m1, format.rule);
-    result.scale = core::e8m0_value(result.code);
-    result.factor = 1.0F / result.scale;
-    result.zero = format.e2m1 ? result.code == 0 : amax == 0;
-  } else if (format.scale == Scale::kStatic) {
-    result.factor = tensor_factor(format.static_scale);
-  } else {
-    result.scale = format.scale == Scale::kRow ? core::e4m3_row_scale(amax)
-                                               : core::e4m3_group_scale(amax, format.e8m0);
-    result.code = core::e8m0_code(result.scale);
-    result.multiply = false;
+/// E2M1 codes, in the first word.
+__device__ uint2 e2m1_codes(const UnitValues& values) {
+  std::uint32_t packed = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    packed |=
+        static_cast<std::uint32_t>(core::e2m1_code(values[i].x) | core::e2m1_code(values[i].y) << 4)
+        << 8 * i;
   }
-  return result;
+  return {packed, 0};
 }
 
-__device__ float scaled(const Divisor& divisor, float value) {
-  // What published kernels write for a block whose scale counts as zero: zeros; but NaN stays.
-  if (divisor.zero && !isnan(value)) return 0;
-  return divisor.multiply ? value * divisor.factor : value / divisor.scale;
+/// The codes of 8 columns and their scale.
+struct Coded {
+  uint2 codes;
+  float scale;
+  int scale_code;  // E8M0
+};
+
+/// By whole warps. `row_amax`: with a scale for each row.
+template <typename Storage>
+__device__ Coded encode(const CodeFormat& format, UnitValues& values, float row_amax) {
+  using Scale = CodeFormat::Scale;
+  if (format.scale == Scale::kStatic) {
+    return {multiply_to_fp8(values, tensor_factor(format.static_scale)), 0, 0};
+  }
+  if (format.scale == Scale::kMx) {
+    const MxScale block =
+        mx_scale(amax_of_lanes<kMxLanes>(amax_of_values(values)), format.e2m1, format.rule);
+    transform_values(values,
+                     [&](float value) { return scaled(value, block.factor, block.is_zero); });
+    return {format.e2m1 ? e2m1_codes(values) : round_to_fp8(values), block.scale, block.code};
+  }
+  const float scale =
+      format.scale == Scale::kRow
+          ? core::e4m3_row_scale(row_amax)
+          : core::e4m3_group_scale(amax_of_lanes<kGroupLanes>(amax_of_values(values)), format.e8m0);
+  Coded result{{}, scale, core::e8m0_code(scale)};
+  if constexpr (sizeof(Storage) == 2) {
+    result.codes = divide_to_fp8(values, scale, 1.0F / scale);
+  } else {  // more bits than divide_to_fp8() takes
+    transform_values(values, [&](float value) { return value / scale; });
+    result.codes = round_to_fp8(values);
+  }
+  return result;
 }
 
 /// A block for each row; its threads have 8 neighbouring columns at a time.
@@ -161,48 +160,26 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const QuantizeP
   // Whole warps go around together: lanes behind the end of the row take part in the maxima.
   for (std::int64_t first = 0; first < p.columns; first += kThreads * kColumns) {
     const std::int64_t column = first + threadIdx.x * kColumns;
-    float values[kColumns];
+    UnitValues values;
     load_columns<Storage, kAligned>(x, column, p.columns, values);
-    const float amax = whole ? row_amax : amax_of_lanes(amax_of(values), p.format.group_lanes);
-    const Divisor divisor = divisor_of(p.format, amax);
+    const Coded coded = encode<Storage>(p.format, values, row_amax);
     if (column >= p.columns) continue;
     std::uint8_t* codes = p.codes + row * row_bytes;
     if (p.format.e2m1) {
-      std::uint32_t packed = 0;
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        packed |= static_cast<std::uint32_t>(core::e2m1_code(scaled(divisor, values[i]))) << 4 * i;
-      }
-      *reinterpret_cast<std::uint32_t*>(codes + column / 2) = packed;
+      *reinterpret_cast<std::uint32_t*>(codes + column / 2) = coded.codes.x;
     } else {
-      std::uint64_t packed = 0;
-#pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        packed |= static_cast<std::uint64_t>(core::e4m3_code(scaled(divisor, values[i]))) << 8 * i;
-      }
-      *reinterpret_cast<std::uint64_t*>(codes + column) = packed;
+      *reinterpret_cast<uint2*>(codes + column) = coded.codes;
     }
     if (p.format.scale == Scale::kStatic) continue;
     const std::int64_t unit = column / kColumns;
     if (whole ? unit != 0 : unit % p.format.group_lanes != 0) continue;
     const std::int64_t index = row * p.scales_of_row + (whole ? 0 : unit / p.format.group_lanes);
     if (p.format.e8m0) {
-      static_cast<std::uint8_t*>(p.scales)[index] = static_cast<std::uint8_t>(divisor.code);
+      static_cast<std::uint8_t*>(p.scales)[index] = static_cast<std::uint8_t>(coded.scale_code);
     } else {
-      static_cast<float*>(p.scales)[index] = divisor.scale;
+      static_cast<float*>(p.scales)[index] = coded.scale;
     }
   }
-}
-
-__device__ float e2m1_value(std::uint32_t code) {
-  const std::uint32_t magnitude = code & 7;
-  const float value = magnitude < 2 ? 0.5F * static_cast<float>(magnitude)
-                                    : static_cast<float>(2 + magnitude % 2) *
-                                          static_cast<float>(1U << magnitude / 2) * 0.25F;
-  return (code & 8) != 0 ? -value : value;
-}
-__device__ float e4m3_value(std::uint8_t code) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
 }
 
 /// f16 saturates, NaN stays.
@@ -244,7 +221,7 @@ struct Decoded {
     for (int i = 0; i < kColumns; ++i) {
       const auto code = static_cast<std::uint32_t>(packed >> i * (format.e2m1 ? 4 : 8));
       const float value =
-          format.e2m1 ? e2m1_value(code & 0xF) : e4m3_value(static_cast<std::uint8_t>(code & 0xFF));
+          format.e2m1 ? core::e2m1_value(code & 0xF) : e4m3_value(static_cast<std::uint8_t>(code));
       packs[i / kWidth].values[i % kWidth] = rounded<Storage>(__fmul_rn(value, scale));
     }
   }

@@ -20,9 +20,21 @@ __device__ __forceinline__ float round_to_e2m1(float value) {
   const float magic = magnitude < 2 ? 0x1.8p22F : magnitude < 4 ? 0x1.8p23F : 0x1.8p24F;
   return copysignf(__fsub_rn(__fadd_rn(magnitude, magic), magic), value);
 }
-__device__ __forceinline__ float round_to_e4m3(float value) {
-  const __nv_fp8_storage_t code = __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
+__device__ __forceinline__ float e4m3_value(__nv_fp8_storage_t code) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
+}
+__device__ __forceinline__ float round_to_e4m3(float value) {
+  return e4m3_value(__nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3));
+}
+
+/// The largest of kLanes neighbours, a power of two, by the lanes in `mask`.
+template <int kLanes>
+__device__ __forceinline__ float amax_of_lanes(float amax, unsigned mask = ~0U) {
+#pragma unroll
+  for (int lane = 1; lane < kLanes; lane *= 2) {
+    amax = fmaxf(amax, __shfl_xor_sync(mask, amax, lane));
+  }
+  return amax;
 }
 
 /// Makes `largest` that of itself and the magnitudes of two values; NaN counts as 0 if it was none.
@@ -48,12 +60,23 @@ __device__ __forceinline__ float group_amax(const __nv_bfloat162 (&pairs)[4], un
   __nv_bfloat162 largest = __float2bfloat162_rn(0);
 #pragma unroll
   for (int i = 0; i < 4; ++i) largest = __hmax2(largest, __habs2(pairs[i]));
-  float amax = larger(largest);
-#pragma unroll
-  for (int lane = 1; lane < kLanes; lane *= 2) {
-    amax = fmaxf(amax, __shfl_xor_sync(mask, amax, lane));
-  }
-  return amax;
+  return amax_of_lanes<kLanes>(larger(largest), mask);
+}
+
+/// Of an MX block: values are multiplied by `factor`, codes by `scale`.
+struct MxScale {
+  int code;
+  float scale, factor;
+  bool is_zero;  ///< values count as zero, too
+};
+__device__ __forceinline__ MxScale mx_scale(float amax, bool e2m1, MxScaleRule rule) {
+  const int code = core::mx_scale_code(amax, e2m1, rule);
+  const float scale = core::e8m0_value(code);
+  return {code, scale, 1.0F / scale, e2m1 ? code == 0 : amax == 0};
+}
+/// What published kernels write for a block whose scale counts as zero: zeros; but NaN stays.
+__device__ __forceinline__ float scaled(float value, float factor, bool is_zero) {
+  return is_zero && !isnan(value) ? 0.0F : value * factor;
 }
 
 /// By the lanes in `mask`, which have whole groups: 4 lanes are one of MX, 2 of NVFP4.
@@ -70,16 +93,15 @@ __device__ __forceinline__ uint4 quantize_and_decode(const RowQuantizer& quantiz
     factor = block.factor;
     scale = core::e4m3_magnitude(block.code);
   } else {
-    const float amax = group_amax<4>(pairs, mask);
-    const int code = core::mx_scale_code(amax, quantizer.kind == Kind::kMxfp4, quantizer.rule);
-    scale = core::e8m0_value(code);
-    factor = 1.0F / scale;
-    is_zero = quantizer.kind == Kind::kMxfp4 ? code == 0 : amax == 0;
+    const MxScale block =
+        mx_scale(group_amax<4>(pairs, mask), quantizer.kind == Kind::kMxfp4, quantizer.rule);
+    factor = block.factor;
+    scale = block.scale;
+    is_zero = block.is_zero;
   }
   const auto convert = [&](float value) {
-    // What published kernels write for a block whose scale counts as zero: zeros; but NaN stays.
-    const float scaled = is_zero && !isnan(value) ? 0.0F : value * factor;
-    return scale * (quantizer.kind == Kind::kMxfp8 ? round_to_e4m3(scaled) : round_to_e2m1(scaled));
+    const float code = scaled(value, factor, is_zero);
+    return scale * (quantizer.kind == Kind::kMxfp8 ? round_to_e4m3(code) : round_to_e2m1(code));
   };
 #pragma unroll
   for (__nv_bfloat162& pair : pairs) {

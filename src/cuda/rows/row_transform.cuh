@@ -14,6 +14,8 @@ namespace fusedmoe::cuda {
 inline constexpr int kUnitBytes = 16;
 /// Units that a warp has at a time.
 inline constexpr int kSpanUnits = 32;
+/// Neighbours, of 8 values each, that share the scale of a group.
+inline constexpr int kGroupLanes = 16;
 
 __device__ __forceinline__ int units_of(const RowTransform& t) {
   return static_cast<int>(t.row_bytes / kUnitBytes);
@@ -23,13 +25,6 @@ __device__ __forceinline__ int units_of(const RowTransform& t) {
 __device__ __forceinline__ uint4 read_unit(const RowTransform& t, std::int64_t row, int unit) {
   if (unit >= units_of(t)) return {};
   return reinterpret_cast<const uint4*>(static_cast<const char*>(t.rows) + row * t.row_pitch)[unit];
-}
-
-template <int kLanes>
-__device__ __forceinline__ float amax_of_lanes(float amax) {
-#pragma unroll
-  for (int lane = 1; lane < kLanes; lane *= 2) amax = fmaxf(amax, __shfl_xor_sync(~0U, amax, lane));
-  return amax;
 }
 
 /// The values of a unit.
@@ -164,7 +159,6 @@ __device__ __forceinline__ Converted to_fp8(const RowTransform& t, const uint4& 
   UnitValues values;
   read_values(t.from_f16, raw, values);
   if (fp8.scale == Scale::kGroup) {
-    constexpr int kGroupLanes = 16;  // of 8 values
     const float amax = amax_of_lanes<kGroupLanes>(amax_of_values(values));
     scale = core::e4m3_group_scale(amax, fp8.power_of_two);
   }
@@ -201,7 +195,9 @@ __device__ __forceinline__ void write_unit(const RowTransform& t, std::int64_t r
   reinterpret_cast<uint2*>(to)[unit] = make_uint2(value.data.x, value.data.y);
   if (!t.scales) return;
   if (t.fp8.scale == Fp8Quantizer::Scale::kGroup) {
-    if (unit % 16 == 0) t.scales[unit / 16 * t.scale_pitch + row] = value.scale;
+    if (unit % kGroupLanes == 0) {
+      t.scales[unit / kGroupLanes * t.scale_pitch + row] = value.scale;
+    }
   } else if (unit == 0) {
     t.scales[row] = value.scale;
   }
