@@ -42,7 +42,9 @@ class ReferenceDescriptor final : public ExpertsDescriptor {
     const bool known = core::find_weight_layout(config.scheme.weights) &&
                        core::find_weight_layout(config.scheme.down_weights()) &&
                        (!activations || core::has_quantizer(*activations));
-    return core::supports_on_cpu(config, known, "every named scheme");
+    Support support = core::supports_on_cpu(config, known, "every named scheme");
+    if (support) support.text = "f64 by generic";
+    return support;
   }
   bool on_request_only() const override { return true; }
   std::string_view instruction_set() const override { return "generic"; }
