@@ -58,7 +58,7 @@ struct FUSEDMOE_API Selection {
   /// Text table: chosen mark, experts, prepare_finalize, format, code, how it runs or why not.
   std::string table() const;
   /// The same as a JSON array of objects: chosen, experts, prepare_finalize, activation_format,
-  /// supported, code, runs or reason.
+  /// supported, code, reason, runs.
   std::string json() const;
   /// Throws Error when nothing fits.
   Plan plan() const;

@@ -303,7 +303,8 @@ std::string Selection::json() const {
     row["activation_format"] = name(candidate.prepare_finalize->activation_format());
     row["supported"] = static_cast<bool>(candidate.support);
     row["code"] = code(candidate.support.reason);
-    row[candidate.support ? "runs" : "reason"] = candidate.support.text;
+    row["reason"] = candidate.support ? "" : candidate.support.text;
+    row["runs"] = candidate.support ? candidate.support.text : "";
     rows.push_back(std::move(row));
   }
   return rows.dump(2);

@@ -414,6 +414,7 @@ TEST(SelectionTest, JsonHoldsTheSame) {
     EXPECT_EQ(rows[i]["supported"], static_cast<bool>(candidate.support));
     EXPECT_EQ(rows[i]["code"], code(candidate.support.reason));
     EXPECT_EQ(rows[i][candidate.support ? "runs" : "reason"], candidate.support.text);
+    EXPECT_EQ(rows[i][candidate.support ? "reason" : "runs"], "");
     EXPECT_EQ(rows[i]["chosen"], candidate.chosen);
   }
 }
