@@ -31,7 +31,8 @@ struct Pairs<__half> {
   static constexpr std::uint32_t kInteger = 0x64006400;
 };
 
-/// `kScaleGroups`: groups of K of a block, each with scales of its own.
+/// `kScaleGroups`: groups of K of a block, each with scales of its own. One and two of 4-bit codes
+/// are policies of their own: where one group would do, two make blocks 6 to 9 % larger.
 template <typename Element, int kCodeBits, int kScaleGroups>
 struct IntegerOperands : DecodedOperands<Element, kCodeBits> {
   using Layout = std::conditional_t<kCodeBits == 4, NibbleCodes, ByteCodes>;
