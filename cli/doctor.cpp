@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -84,9 +85,19 @@ Finding tuned_configurations() {
   try {
     // Not tuned_configs(), which is silent about a cached file that cannot be read.
     if (!std::filesystem::exists(path)) return {label, "none in " + path, "", value};
-    const std::size_t count = load_tuned_configs(path).all().size();
+    const TunedConfigs configs = load_tuned_configs(path);
+    const std::size_t count = configs.all().size();
     value["count"] = count;
-    return {label, fmt::format("{} in {}", count, path), "", value};
+    std::map<std::string, int> reported;
+    for (const TunedConfig& config : configs.all()) {
+      if (!config.measured_by.empty()) ++reported[config.measured_by];
+    }
+    std::string text = fmt::format("{} in {}", count, path);
+    for (const auto& [who, number] : reported) {
+      text += fmt::format(", {} measured by {}", number, who);
+      value["measured_by"][who] = number;
+    }
+    return {label, text, "", value};
   } catch (const Error& error) {
     value["problem"] = error.what();
     return {label, error.what(), "", value};

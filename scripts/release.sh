@@ -89,7 +89,8 @@ rename_wheel() {
 
 # wheels ON|OFF LABEL: for each Python, with CUDA or without. libstdc++, and what GCC 12's libgcc_s has
 # beyond older ones, are linked into them: they would ask for a newer manylinux than the C library
-# does. So would a part of libstdc++ that nobody calls. (Old versions of pip have no -C.)
+# does. So would a part of libstdc++ that nobody calls. Beside the usual GPUs they have machine code
+# for GeForce and RTX PRO of Blackwell. (Old versions of pip have no -C.)
 wheels() {
   local cuda=$1 label=$2 minor python folder
   [[ -e $dist/fusedmoe-$version.tar.gz ]] || source_part
@@ -106,6 +107,7 @@ wheels() {
       --config-settings=cmake.define.CMAKE_MODULE_LINKER_FLAGS=-static-libstdc++ \
       --config-settings=cmake.define.CMAKE_EXE_LINKER_FLAGS="-static-libstdc++ -Wl,--gc-sections" \
       --config-settings=cmake.define.CMAKE_CXX_STANDARD_LIBRARIES=-lgcc \
+      --config-settings=cmake.define.FUSEDMOE_CUDA_ARCHS="80;90a;120" \
       --config-settings=cmake.define.FUSEDMOE_CUDA="$cuda" "$work/tree"
     [[ -z $label ]] || rename_wheel "$folder.raw"/*.whl "$label"
     PATH=$work/tools/bin:$PATH auditwheel repair --plat auto --wheel-dir "$folder.repaired" \

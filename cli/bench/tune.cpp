@@ -6,12 +6,17 @@
 #include <algorithm>
 #include <filesystem>
 #include <memory>
+#include <nlohmann/json.hpp>
 
 #include "bench/bench_problem.h"
 #include "bench/bench_subject.h"
 #include "commands.h"
+#include "cuda/device/capability.h"
+#include "cuda/device/device_code.h"
+#include "cuda/device/properties.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
+#include "fusedmoe/version.h"
 #include "layer/tuned_configs.h"
 #include "outputs.h"
 #include "support.h"
@@ -22,7 +27,7 @@ namespace {
 
 struct TuneOptions {
   BenchSubjects subjects;
-  std::string scheme, experts, output;
+  std::string scheme, experts, output, report, measured_by;
   std::vector<std::int64_t> tokens;
   std::string device = "cuda";
   std::string dtype = "bf16";
@@ -52,6 +57,51 @@ const BenchRow& print_rows(const std::string& what, const std::vector<BenchRow>&
   std::fflush(stdout);
   return tuned;
 }
+
+/// What a user can send to those who choose configurations: the device and every time. The file is
+/// one of tuned configurations, too, which say who measured them.
+class Report {
+ public:
+  explicit Report(const TuneOptions& options)
+      : path_(options.report), measured_by_(options.measured_by) {
+    if (path_.empty()) return;
+    const Device device = parse_device(options.device);
+    const cuda::DeviceLimits& limits = cuda::limits_of(device);
+    text_ = {{"fusedmoe", version()},
+             {"measured_by", measured_by_},
+             {"device", device_name(device)},
+             {"compute_capability", cuda::compute_capability(device) / 10.0},
+             {"driver", cuda::driver_version()},
+             {"multiprocessors", limits.multiprocessors},
+             {"block_shared_bytes", limits.block_shared_bytes},
+             {"multiprocessor_shared_bytes", limits.multiprocessor_shared_bytes},
+             {"l2_bytes", limits.l2_bytes},
+             {"cells", nlohmann::ordered_json::array()}};
+  }
+
+  /// The rows of one number of tokens, the heuristic's first, and the configuration they give.
+  void add(const std::string& model, const std::string& code, TunedConfig tuned,
+           const std::vector<BenchRow>& rows) {
+    if (path_.empty()) return;
+    nlohmann::ordered_json cell{{"model", model},
+                                {"scheme", tuned.scheme},
+                                {"code", code},
+                                {"num_tokens", tuned.num_tokens},
+                                {"floor_us", 1e3 * rows.front().floor_ms},
+                                {"heuristic", rows.front().kernel_config},
+                                {"tuned", tuned.config}};
+    for (const BenchRow& row : rows) cell["times_us"][row.kernel_config] = 1e3 * row.median_ms;
+    text_["cells"].push_back(std::move(cell));
+    tuned.measured_by = measured_by_;
+    configs_.set(std::move(tuned));
+    save_tuned_configs(configs_, path_, text_.dump());
+  }
+
+ private:
+  const std::string path_, measured_by_;
+  nlohmann::ordered_json text_;
+  TunedConfigs configs_;
+};
 
 void check_results(const std::string& what, const std::vector<BenchRow>& rows, double bound) {
   for (const BenchRow& row : rows) {
@@ -87,7 +137,7 @@ void check_has_kernel_configs(const Selection& selection) {
 }
 
 void tune(const TuneOptions& options, const BenchSubject& subject, const std::string& path,
-          TunedConfigs& configs) {
+          TunedConfigs& configs, Report& report) {
   BenchOptions bench_options;
   bench_options.model = subject.model;
   bench_options.scheme =
@@ -103,6 +153,7 @@ void tune(const TuneOptions& options, const BenchSubject& subject, const std::st
   check_has_kernel_configs(selection);
   const TunedConfig key = key_of(bench_options, selection);
   const std::string what = fmt::format("{} {} {}", subject.name, key.experts, key.scheme);
+  const std::string code = selection.experts->supports(selection.config).text;
 
   std::unique_ptr<LayerBench> bench;
   {
@@ -119,8 +170,9 @@ void tune(const TuneOptions& options, const BenchSubject& subject, const std::st
     config.num_tokens = num_tokens;
     config.config = tuned.kernel_config;
     config.time_us = 1e3 * tuned.median_ms;
-    configs.set(std::move(config));
+    configs.set(config);
     save_tuned_configs(configs, path);  // what is measured is kept, whatever comes after
+    report.add(subject.name, code, std::move(config), rows);
   }
 }
 
@@ -130,10 +182,20 @@ void run(const TuneOptions& options) {
   if (path.empty()) {
     throw Error::invalid("--output", "--output is required: there is no home directory");
   }
-  begin_outputs({path}, options.force);
+  if (options.report.empty() != options.measured_by.empty()) {
+    throw Error::invalid("--report",
+                         "--report and --measured-by need each other: a report says "
+                         "who measured it");
+  }
+  std::vector<std::string> outputs{path};
+  if (!options.report.empty()) outputs.push_back(options.report);
+  begin_outputs(outputs, options.force);
   TunedConfigs configs;
   if (std::filesystem::exists(path)) configs = load_tuned_configs(path);
-  for (const BenchSubject& subject : options.subjects.get()) tune(options, subject, path, configs);
+  Report report(options);
+  for (const BenchSubject& subject : options.subjects.get()) {
+    tune(options, subject, path, configs, report);
+  }
   log(Level::kInfo, fmt::format("{} configurations in {}", configs.all().size(), path));
 }
 
@@ -161,6 +223,9 @@ void add_tune(Program& program) {
       .positive();
   command.add_option("--output", options->output, "PATH",
                      "File to add them to; default: the one that the library reads");
+  command.add_option("--report", options->report, "PATH",
+                     "File to write besides: the device and all times, to send to the project");
+  command.add_option("--measured-by", options->measured_by, "NAME", "Who measures, for the report");
   add_force_option(command, options->force);
   command.example("fusedmoe tune --model gpt-oss-20b --tokens 1,64,1024");
   command.runs([options] { run(*options); });

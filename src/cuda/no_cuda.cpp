@@ -5,6 +5,7 @@
 #include "cuda/backend.h"
 #include "cuda/device/capability.h"
 #include "cuda/device/device_code.h"
+#include "cuda/device/properties.h"
 #include "cuda/experts/experts.h"
 #include "cuda/experts/planner.h"
 #include "cuda/sm80/family.h"
@@ -125,6 +126,12 @@ const void* sm80_probe() {
 }
 std::string code_problem(const void*, Device) {
   return {};
+}
+std::string driver_version() {
+  fail();
+}
+const DeviceLimits& limits_of(Device) {
+  fail();
 }
 
 }  // namespace cuda

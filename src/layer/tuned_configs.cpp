@@ -37,7 +37,7 @@ constexpr std::array kSizes{SizeMember{"hidden", &TunedConfig::hidden},
                             SizeMember{"num_local_experts", &TunedConfig::num_local_experts},
                             SizeMember{"topk", &TunedConfig::topk},
                             SizeMember{"num_tokens", &TunedConfig::num_tokens}};
-constexpr const char* kTime = "time_us";
+constexpr const char *kTime = "time_us", *kMeasuredBy = "measured_by", *kReport = "report";
 
 /// A member of the type that `is` says; Error naming it otherwise.
 const Json& member(const Json& object, const std::string& label, const char* key,
@@ -62,7 +62,13 @@ TunedConfig parse_config(const Json& object, const std::string& label) {
     config.*size.member = value.get<std::int64_t>();
   }
   config.time_us = member(object, label, kTime, &Json::is_number, "a number").get<double>();
-  FUSEDMOE_CHECK_FILE(object.size() == kMembers, label, core::format("{} members", object.size()),
+  const bool of_report = object.contains(kMeasuredBy);
+  if (of_report) {
+    config.measured_by =
+        member(object, label, kMeasuredBy, &Json::is_string, "a string").get<std::string>();
+  }
+  FUSEDMOE_CHECK_FILE(object.size() == kMembers + of_report, label,
+                      core::format("{} members", object.size()),
                       core::format("{} members, those of a tuned configuration", kMembers));
   return config;
 }
@@ -73,7 +79,9 @@ TunedConfigs parse_labelled(std::string_view json, const std::string& label) {
   FUSEDMOE_CHECK_FILE(version == kVersion, label + ".version", version.dump(),
                       core::to_string(kVersion));
   const Json& list = member(root, label, "configs", &Json::is_array, "an array");
-  FUSEDMOE_CHECK_FILE(root.size() == 2, label, core::format("{} members", root.size()),
+  const bool is_report = root.contains(kReport);
+  if (is_report) member(root, label, kReport, &Json::is_object, "an object");
+  FUSEDMOE_CHECK_FILE(root.size() == 2U + is_report, label, core::format("{} members", root.size()),
                       "the members version and configs");
   TunedConfigs configs;
   for (std::size_t i = 0; i < list.size(); ++i) {
@@ -100,7 +108,7 @@ TunedConfigs load_tuned_configs(const std::filesystem::path& path) {
   return parse_labelled(files::read_text(path, kMaxBytes), path.string());
 }
 
-std::string to_json(const TunedConfigs& configs) {
+std::string to_json(const TunedConfigs& configs, std::string_view report) {
   // One line for each, to be read and compared by people.
   std::string text = core::format("{{\n  \"version\": {},\n  \"configs\": [", kVersion);
   const char* separator = "\n";
@@ -109,18 +117,22 @@ std::string to_json(const TunedConfigs& configs) {
     for (const TunedText& member : kTexts) object[member.key] = config.*member.member;
     for (const SizeMember& member : kSizes) object[member.key] = config.*member.member;
     object[kTime] = config.time_us;
+    if (!config.measured_by.empty()) object[kMeasuredBy] = config.measured_by;
     text += core::format("{}    {}", std::exchange(separator, ",\n"), object.dump());
   }
-  return text + "\n  ]\n}\n";
+  text += "\n  ]";
+  if (!report.empty()) text += core::format(",\n  \"{}\": {}", kReport, report);
+  return text + "\n}\n";
 }
 
-void save_tuned_configs(const TunedConfigs& configs, const std::filesystem::path& path) {
+void save_tuned_configs(const TunedConfigs& configs, const std::filesystem::path& path,
+                        std::string_view report) {
   FUSEDMOE_CHECK(path.has_filename(), "tuned configurations", core::format("\"{}\"", path.string()),
                  "the path of a file");
   std::error_code failure;
   if (path.has_parent_path()) std::filesystem::create_directories(path.parent_path(), failure);
   files::OutputFile file(path);
-  file.write(to_json(configs));
+  file.write(to_json(configs, report));
   file.finish();
 }
 

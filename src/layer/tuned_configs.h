@@ -9,13 +9,16 @@
 
 namespace fusedmoe {
 
-/// {"version": 2, "configs": [objects with the members of TunedConfig]}. Throws Error for anything
-/// else: other members or types, sizes below 1, a key that comes twice.
+/// {"version": 2, "configs": [objects with the members of TunedConfig, measured_by only where it is
+/// set]} and, of a report, "report": an object for people. Throws Error for anything else: other
+/// members or types, sizes below 1, a key that comes twice.
 TunedConfigs parse_tuned_configs(std::string_view json);
 TunedConfigs load_tuned_configs(const std::filesystem::path& path);
-std::string to_json(const TunedConfigs& configs);
+/// `report`: JSON of the object, or empty.
+std::string to_json(const TunedConfigs& configs, std::string_view report = {});
 /// Makes the folder where it is missing; the file appears complete or not at all.
-void save_tuned_configs(const TunedConfigs& configs, const std::filesystem::path& path);
+void save_tuned_configs(const TunedConfigs& configs, const std::filesystem::path& path,
+                        std::string_view report = {});
 
 /// The file that make_context() reads: what the environment variable FUSEDMOE_TUNED_CONFIGS says,
 /// else fusedmoe/tuned_configs.json in $XDG_CACHE_HOME or ~/.cache. Empty where the variable is, or

@@ -12,7 +12,7 @@
 
 namespace fusedmoe {
 
-/// The fastest configuration of one problem. All but the last two members are the key.
+/// The fastest configuration of one problem. All but the last three members are the key.
 struct TunedConfig {
   std::string device;       ///< device_name()
   std::string experts;      ///< ExpertsDescriptor::name()
@@ -22,8 +22,9 @@ struct TunedConfig {
   std::int64_t num_local_experts = 0;
   std::int64_t topk = 0;  ///< 1 for the batched format
   std::int64_t num_tokens = 0;
-  std::string config;  ///< of Experts::kernel_configs
-  double time_us = 0;  ///< that it took
+  std::string config;       ///< of Experts::kernel_configs
+  double time_us = 0;       ///< that it took
+  std::string measured_by;  ///< where it came from a report; empty: measured here
 
   bool operator==(const TunedConfig&) const = default;
 };
@@ -34,8 +35,8 @@ class TunedConfigs {
   /// Adds a configuration, or replaces the one of the same key. Throws Error for empty names, sizes
   /// below 1, and times that are not finite or negative.
   void set(TunedConfig config);
-  /// Those of one device, experts and layer, ascending by number of tokens; num_tokens, config and
-  /// time_us of `layer` do not count.
+  /// Those of one device, experts and layer, ascending by number of tokens; num_tokens and
+  /// what is not the key of `layer` do not count.
   std::span<const TunedConfig> of_layer(const TunedConfig& layer) const;
   std::span<const TunedConfig> all() const { return configs_; }
 

@@ -316,11 +316,18 @@ COSTS
     refuses 'kernel configurations' "${small[@]}" --device cpu
     refuses 'cuda:99' "${small[@]}" --device cuda:99
     refuses '--tokens' "${small[@]}" --tokens 0
+    refuses '--measured-by need each other' "${small[@]}" --report report.json
     [[ ! -e tuned.json ]] || fail "a file without configurations"
     echo '{"version": 2, "configs": [{}]}' >tuned.json
     refuses 'tuned.json.configs\[0\]' "${small[@]}" --device cpu
     FUSEDMOE_TUNED_CONFIGS=tuned.json succeeds doctor
     says '^tuned configurations +tuned.json.configs\[0\]'
+    # A report is a file of tuned configurations, which say who measured them.
+    key='"hidden":64,"intermediate":64,"num_local_experts":8,"topk":2,"num_tokens":8,"time_us":1.5'
+    echo '{"version": 2, "configs": [{"device":"A GPU","experts":"sm80","scheme":"bf16","config":"a",' \
+      "$key"',"measured_by":"Ada L."}], "report": {"cells": []}}' >report.json
+    FUSEDMOE_TUNED_CONFIGS=report.json succeeds doctor
+    says '^tuned configurations +1 in report.json, 1 measured by Ada L\.$'
     FUSEDMOE_TUNED_CONFIGS='' succeeds doctor
     says '^tuned configurations +none$'
     ;;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "cuda/experts/experts.h"
 #include "cuda/experts/planner.h"
@@ -36,6 +37,16 @@ MlpShape shape_of(std::int64_t hidden, std::int64_t intermediate, std::int64_t n
           .num_local_experts = num_experts,
           .hidden = hidden,
           .intermediate = intermediate};
+}
+
+/// Narrow tiles of decoded weights pay where a multiprocessor has more of them than of wide ones.
+TEST(Sm80PlanTest, SharedMemorySaysHowWideTilesOfDecodedWeightsAre) {
+  MlpShape shape = shape_of(2880, 2880, 128, 4, 8192, "mxfp4");
+  shape.family = &sm80_family();
+  for (const auto& [kib, tokens] : {std::pair(228, 32), {164, 64}, {100, 64}}) {
+    shape.multiprocessor_shared_bytes = kib << 10;
+    EXPECT_EQ(choose_config(shape).tile.max_tokens, tokens) << kib;
+  }
 }
 
 TEST(NamedCapabilityTest, StandsForAGpuThatMayBeAnother) {

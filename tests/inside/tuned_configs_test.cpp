@@ -105,6 +105,13 @@ TEST(TunedConfigsTest, FileKeepsEverything) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(path.parent_path()), {}), 1)
       << "a temporary file is left";
   EXPECT_TRUE(parse_tuned_configs(to_json(TunedConfigs())).all().empty());
+  TunedConfigs reported;
+  TunedConfig config = config_for(8, "64x16");
+  config.measured_by = "Ada L.";
+  reported.set(config);
+  const TunedConfigs read = parse_tuned_configs(to_json(reported, R"({"cells": []})"));
+  ASSERT_EQ(read.all().size(), 1u);
+  EXPECT_EQ(read.all()[0], config) << "who measured it is told";
   EXPECT_NE(error_text([&] { save_tuned_configs(configs, folder / "below"); }), "no error");
 }
 
@@ -131,6 +138,8 @@ TEST(TunedConfigsTest, MalformedFilesAreRefusedByMember) {
       {R"({"version": 2, "configs": {}})", "configs"},
       {R"({"version": 2, "configs": [], "more": 0})", "3 members"},
       {R"({"version": 2, "configs": [7]})", "configs[0]"},
+      {R"({"version": 2, "configs": [], "report": 0})", "report"},
+      {changed(R"("time_us":21.5)", R"("time_us":21.5,"measured_by":7)"), "measured_by"},
       {changed(R"("hidden":2880)", R"("hidden":0)"), "hidden"},
       {changed(R"("hidden":2880)", R"("hidden":-5)"), "hidden"},
       {changed(R"("hidden":2880)", R"("hidden":2880.5)"), "hidden"},

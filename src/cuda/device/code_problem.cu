@@ -4,16 +4,12 @@
 #include "cuda/device/device_code.h"
 
 namespace fusedmoe::cuda {
-namespace {
 
-/// The latest version of CUDA that the driver knows: "12.4".
 std::string driver_version() {
   int version = 0;
   FUSEDMOE_CUDA_CHECK(cudaDriverGetVersion(&version));
   return core::to_string(version / 1000) + '.' + core::to_string(version % 1000 / 10);
 }
-
-}  // namespace
 
 std::string code_problem(const void* kernel, Device device) {
   if (!kernel) return {};

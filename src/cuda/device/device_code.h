@@ -24,6 +24,9 @@ std::string to_string(const DeviceCode& code);
 /// name ends in "a", on its own GPU alone. None: it runs nothing.
 std::optional<DeviceCode> code_for(std::string_view architectures, int capability);
 
+/// The latest version of CUDA that the driver knows: "12.4".
+std::string driver_version();
+
 /// Why the driver cannot run a kernel on a device that is here; empty where it can. Without a
 /// kernel nothing is asked: a build without CUDA has none.
 std::string code_problem(const void* kernel, Device device);

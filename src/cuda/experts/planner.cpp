@@ -80,6 +80,7 @@ MlpShape Planner::shape_of(const ProblemSize& problem) const {
   shape.gated = is_gated(config_.activation);
   shape.multiprocessors = device_.multiprocessors;
   shape.l2_bytes = device_.l2_bytes;
+  shape.multiprocessor_shared_bytes = device_.multiprocessor_shared_bytes;
   return shape;
 }
 

@@ -15,6 +15,8 @@
 namespace fusedmoe::cuda {
 
 inline constexpr int kBlockRows = 64;
+/// A row of activations of a K block: what the swizzle of operands permutes.
+inline constexpr int kSwizzleBytes = 128;
 
 using core::ceil_div;
 

@@ -43,7 +43,8 @@ struct MlpShape {
   std::int64_t intermediate = 0;
   bool gated = true;  ///< only the kernel of one token asks; tiles are chosen as if all were
   int multiprocessors = 132;  ///< of the device; the default are those of an H200
-  std::int64_t l2_bytes = std::int64_t{60} << 20;  ///< of the device
+  std::int64_t l2_bytes = std::int64_t{60} << 20;        ///< of the device
+  std::int64_t multiprocessor_shared_bytes = 228 << 10;  ///< of the device
 };
 
 /// Tokens to choose for, as if all their slots were local: `expected_tokens` if known, else the

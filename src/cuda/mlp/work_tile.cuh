@@ -18,8 +18,6 @@ struct SharedMemory;
 
 /// Slices of 8 rows of a packed block, each with one scale.
 inline constexpr int kSlices = kBlockRows / 8;
-/// A row of a K block in shared memory: what the swizzle of operands permutes.
-inline constexpr int kSwizzleBytes = 128;
 
 /// One work tile, as every role needs it.
 struct WorkTile {

@@ -1,24 +1,42 @@
 #include "cuda/sm80/heuristic.h"
 
 #include <algorithm>
-#include <limits>
+
+#include "cuda/sm80/kernel_set.h"
 
 namespace fusedmoe::cuda::sm80 {
+namespace {
+
+/// Thread blocks of a tile that run on a multiprocessor at the same time.
+std::int64_t resident_blocks(const MlpShape& shape, const TileShape& tile) {
+  constexpr std::int64_t kBesideStages = 6 << 10;  // about: rows on their way out, tables, counts
+  const WeightFormat& format = *shape.format;
+  const std::int64_t bytes =
+      std::int64_t{tile.stages} * stage_bytes(tile, format.block.bytes) + kBesideStages;
+  return std::min<std::int64_t>(shape.multiprocessor_shared_bytes / bytes,
+                                most_blocks(tile, format.decodes));
+}
+
+}  // namespace
 
 KernelConfig choose_tiles(const MlpShape& shape) {
   const Load load = expected_load(shape);
   const ConfigList configs = valid_tiles(shape);
   // The narrowest tiles that have room for an expert's rows. K groups pay only where there are few
-  // tiles. Wider tiles of decoded weights, of which a multiprocessor has two instead of four, are 7
-  // to 13 % slower: measured on an H200 with MXFP4, 2048 and 8192 tokens of gpt-oss-120b.
+  // tiles. Wider tiles of decoded weights, of which a multiprocessor has two where it has three of
+  // those before, are 7 to 13 % slower: measured on an H200 with MXFP4, 2048 and 8192 tokens of
+  // gpt-oss-120b. Elsewhere it has no more of the narrow ones, which decode for fewer tokens.
   constexpr double kFew = 1;
-  const int most_tokens = shape.format->decodes ? 32 : std::numeric_limits<int>::max();
+  constexpr std::int64_t kEnoughBlocks = 3;
   TileShape tile = configs.begin()->tile;
   for (const KernelConfig& config : configs) {
     const bool are_few = waves(shape, load, load.rows, gate_and_up(shape), config.tile) <= kFew;
     if (config.tile.k_groups > 1 && !are_few) continue;
+    const std::int64_t least = std::min(resident_blocks(shape, tile), kEnoughBlocks);
+    const bool wider = config.tile.max_tokens > tile.max_tokens;
+    if (shape.format->decodes && wider && resident_blocks(shape, config.tile) < least) break;
     tile = config.tile;
-    if (tile.max_tokens >= std::min<double>(load.rows + load.spread, most_tokens)) break;
+    if (tile.max_tokens >= load.rows + load.spread) break;
   }
   // Few tiles of GEMM 2 end late: K is split until there are one and a half for each
   // multiprocessor.

@@ -37,14 +37,8 @@ struct Kernel {
   static constexpr bool kPromotes = false;
   static constexpr bool kHasRowPass = false;
   static constexpr bool kStoresGroups = false;
-  // Thread blocks of a multiprocessor, by the registers that a thread needs.
   static constexpr int kAllAccumulators = kRowBlocks * kAccumulators;
-  static constexpr int kMultiprocessorThreads = kAllAccumulators >= 128 ? 256
-                                                : kAllAccumulators < 64 ? 512
-                                                : Operands::kDecodes    ? 256
-                                                                        : 384;
-  static constexpr int kBlocks =
-      kMultiprocessorThreads > kThreads ? kMultiprocessorThreads / kThreads : 1;
+  static constexpr int kBlocks = most_blocks(kTile, Operands::kDecodes);
 
   // Of one K block:
   static constexpr int kBlockBytes = Operands::kBlock.bytes;  // 64 weight rows
@@ -54,8 +48,7 @@ struct Kernel {
   static constexpr int kDepth = kTile.depth, kStageBlocks = kKGroups * kDepth;
   static constexpr int kWeightsOffset = kStageBlocks * kActivationBytes;
   static constexpr int kRowBlockPitch = kStageBlocks * kBlockBytes;
-  static constexpr int kStageBytes = static_cast<int>(
-      ceil_div(kWeightsOffset + kTileRowBlocks * kRowBlockPitch, kSwizzleBytes) * kSwizzleBytes);
+  static constexpr int kStageBytes = stage_bytes(kTile, kBlockBytes);
 
   // Token rows that the epilogue finishes together; more of them take more registers.
   static constexpr int kChunkTokens = 16;
