@@ -76,6 +76,7 @@ def row(results, prompts):
     rates = [cell([rates[i] for rates in columns["prompt_tokens_per_s"]], 1)
              for i in range(len(prompts))]  # fmt: skip
     return [results[0]["implementation"], *rates, cell(columns["decode_tokens_per_s"], 1),
+            cell(columns["experts_ms"], 3),
             f"{max(columns['peak_bytes']) / 1e9:.1f}",
             "-" if error is None else f"{100 * error:.2f} %"]  # fmt: skip
 
@@ -99,7 +100,7 @@ def main():
           f"Python {platform.python_version()}, torch {torch.__version__}, "
           f"transformers {transformers.__version__}; {arguments.layers} layers\n")  # fmt: skip
     rates = [f"tokens/s, prompt of {length}" for length in arguments.prompts]
-    heading = ["experts by", *rates, "tokens/s, decode", "peak memory, GB", "error"]
+    heading = ["experts by", *rates, "tokens/s, decode", "experts module in it, ms", "peak memory, GB", "error"]
     for cells in (heading, ["---"] * len(heading)):
         print(f"| {' | '.join(cells)} |")
     failed = []

@@ -1,12 +1,14 @@
 """python -m fusedmoe.demo: tokens from a random gpt-oss model, beside transformers' own experts.
 
 Makes a model of transformers with experts in MXFP4, runs it in a process of its own with fusedmoe
-and with each implementation of transformers, and prints what each takes. Peak memory is that of the
-process, on a GPU that of the GPU. For fusedmoe on the CPU also the time that the bytes of a token's
-experts take at the measured bandwidth, in percent of the time taken. "f32" are transformers' eager
-experts in f32, in a model that is bf16 otherwise: from its logits the column "error" measures how
-far those of the others are. Needs torch and transformers. The published size of a layer: --hidden
-2880 --intermediate 2880 --experts 32 --vocabulary 201088 --layers 2.
+and with each implementation of transformers, and prints what each takes: tokens per second by the
+middle decode step, and the time of an experts module in one. Peak memory is that of the process, on
+a GPU that of the GPU. For fusedmoe on the CPU also the time that the bytes of a token's experts take
+at the measured bandwidth, in percent of the time taken. "f32" are transformers' eager experts in
+f32, in a model that is bf16 otherwise: from its logits the column "error" measures how far those of
+the others are; with many layers of random weights routing soon differs, and it says little. Needs
+torch and transformers. The published size of a layer: --hidden 2880 --intermediate 2880 --experts 32
+--vocabulary 201088 --layers 2.
 """
 
 from __future__ import annotations
@@ -108,15 +110,18 @@ def run(
         torch.save(logits.cpu(), _logits_file(folder, implementation))
         _generate(model, prompt, 4)
         tokens, ends = _generate(model, prompt, new_tokens)
+        steps = [after - before for before, after in zip(ends[1:], ends[2:])]
         rates = [_prompt_rate(model, longest[:, :length]) for length in prompts]
         peak_bytes = _peak_bytes(device)
+        experts_ms = _experts_ms(model, prompt, device)
         probed = implementation == OWN and device == "cpu"
         percents = _percents_of_bandwidth(model, prompt) if probed else []
     return {
         "implementation": implementation,
         "load_s": loaded - started,
         "prompt_tokens_per_s": rates,
-        "decode_tokens_per_s": (len(ends) - 2) / (ends[-1] - ends[1]),
+        "decode_tokens_per_s": 1 / statistics.median(steps),
+        "experts_ms": experts_ms,
         "peak_bytes": peak_bytes,
         "percent_of_bandwidth": statistics.median(percents) if percents else None,
         "tokens": tokens[0, prompts[0] :].tolist(),
@@ -171,6 +176,31 @@ def _prompt_rate(model: Any, prompt: Any) -> Optional[float]:
     except torch.OutOfMemoryError:
         return None
     return float(prompt.shape[1] / statistics.median(seconds))
+
+
+def _experts_ms(model: Any, prompt: Any, device: str) -> float:
+    """Of one experts module in a decode step the median, with nothing else on the device."""
+    import torch
+
+    wait = (lambda: None) if device == "cpu" else torch.cuda.synchronize
+    begin: List[float] = []
+    times: List[float] = []
+
+    def before(*_: Any) -> None:
+        wait()
+        begin.append(time.perf_counter())
+
+    def after(*_: Any) -> None:
+        wait()
+        times.append(time.perf_counter() - begin[-1])
+
+    modules = [layer.mlp.experts for layer in model.model.layers]
+    hooks = [module.register_forward_pre_hook(before) for module in modules]
+    hooks += [module.register_forward_hook(after) for module in modules]
+    _generate(model, prompt, _PROBED)
+    for hook in hooks:
+        hook.remove()
+    return 1e3 * statistics.median(times[len(modules) :])  # behind the prompt
 
 
 def _peak_bytes(device: str) -> int:
@@ -310,7 +340,9 @@ def main() -> int:
 
 def _heading(prompts: Sequence[int]) -> str:
     rates = "".join(f"{f'tok/s of {length}':>16}" for length in prompts)
-    return f"experts by    load s{rates}  decode tok/s  peak MB  bandwidth   error  tokens"
+    return (
+        f"experts by    load s{rates}  decode tok/s  experts ms  peak MB  bandwidth   error  tokens"
+    )
 
 
 def _line(result: Dict[str, Any]) -> str:
@@ -323,7 +355,7 @@ def _line(result: Dict[str, Any]) -> str:
     return (
         f"{result['implementation']:12}{result['load_s']:8.1f}"
         + "".join(f"{'-' if rate is None else f'{rate:.1f}':>16}" for rate in rates)
-        + f"{result['decode_tokens_per_s']:14.1f}"
+        + f"{result['decode_tokens_per_s']:14.1f}{result['experts_ms']:12.3f}"
         f"{result['peak_bytes'] / 1e6:9.0f}{share:>11}{error:>8}  {result['tokens'][:6]}"
     )
 

@@ -73,6 +73,7 @@ def test_demo_and_the_example_generate(tmp_path):
     assert "unknown" in results.pop()["failure"]
     assert all(len(result["tokens"]) == 4 for result in results)
     assert all(len(result["prompt_tokens_per_s"]) == 2 for result in results)
+    assert all(result["experts_ms"] > 0 for result in results)
     exact, own, eager = (result["error"] for result in results)
     assert exact == 0 < own < eager < 0.05
 
