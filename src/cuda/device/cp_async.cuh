@@ -1,5 +1,4 @@
-// How data come to a warp: cp.async copies from global to shared memory while the thread goes on;
-// ldmatrix loads matrices from there into the registers that mma.sync reads.
+// How data come near while a thread goes on: to shared memory by cp.async, or to the L2.
 #pragma once
 
 #include <cstdint>
@@ -27,13 +26,10 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-/// Four 8 x 8 matrices of 16 bits. Lane 8 i + r gives the address of row r of matrix i; of each
-/// matrix it gets elements 2 (lane % 4) and the next of row lane / 4.
-__device__ __forceinline__ void load_matrices(std::uint32_t address, std::uint32_t (&m)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(address)
-               : "memory");
+/// Asks for the 128-byte line at `address` in the L2 cache. May come before
+/// wait_for_previous_launch(): what an earlier kernel still writes there is seen all the same.
+__device__ inline void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 }  // namespace fusedmoe::cuda

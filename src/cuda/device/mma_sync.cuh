@@ -5,8 +5,9 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
-#include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/mma_sm80.hpp>
+
+#include "cuda/device/matrices.cuh"
 
 namespace fusedmoe::cuda {
 
@@ -25,8 +26,7 @@ template <typename Element>
 __device__ inline void multiply_8(const std::uint32_t (&a)[2][4], const std::uint8_t* b,
                                   float* sums) {
   std::uint32_t k[4];
-  cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(b), k[0], k[1], k[2],
-                                k[3]);
+  load_matrices(cute::cast_smem_ptr_to_uint(b), k);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     MmaSyncAtom<Element>::fma(sums[0], sums[1], sums[2], sums[3], a[i][0], a[i][1], a[i][2],

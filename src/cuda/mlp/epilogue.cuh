@@ -7,8 +7,8 @@
 // Operands::Output.
 #pragma once
 
-#include "cuda/device/prefetch.cuh"
-#include "cuda/device/store_transposed.cuh"
+#include "cuda/device/cp_async.cuh"
+#include "cuda/device/matrices.cuh"
 #include "cuda/mlp/work_tile.cuh"
 #include "cuda/rows/activation.cuh"
 #include "cuda/rows/row_transform.cuh"

@@ -9,7 +9,7 @@
 
 #include <cooperative_groups.h>
 
-#include "cuda/device/prefetch.cuh"
+#include "cuda/device/cp_async.cuh"
 #include "cuda/one_token/fill_rows.cuh"
 #include "cuda/one_token/warp_fragments.cuh"
 #include "cuda/rows/activation.cuh"

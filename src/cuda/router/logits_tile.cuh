@@ -14,7 +14,7 @@
 
 #include <cstdint>
 
-#include "cuda/device/prefetch.cuh"
+#include "cuda/device/cp_async.cuh"
 #include "cuda/router/fragments.cuh"
 #include "cuda/router/kernels.h"
 #include "cuda/router/scores.cuh"

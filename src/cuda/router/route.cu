@@ -1,8 +1,8 @@
 // The router's second half as a kernel of its own, for any number of tokens, and the
 // histogram of the ids.
+#include "cuda/device/cp_async.cuh"
 #include "cuda/device/launch.h"
 #include "cuda/device/overlap.cuh"
-#include "cuda/device/prefetch.cuh"
 #include "cuda/router/route_token.cuh"
 
 namespace fusedmoe::cuda {

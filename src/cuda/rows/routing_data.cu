@@ -7,9 +7,9 @@
 #include <string>
 #include <utility>
 
+#include "cuda/device/cp_async.cuh"
 #include "cuda/device/launch.h"
 #include "cuda/device/overlap.cuh"
-#include "cuda/device/prefetch.cuh"
 #include "cuda/rows/permute.h"
 #include "cuda/rows/routing_data.cuh"
 

@@ -4,7 +4,6 @@
 #include <cute/arch/util.hpp>
 
 #include "cuda/device/cp_async.cuh"
-#include "cuda/device/prefetch.cuh"
 #include "cuda/sm80/kernel.cuh"
 
 namespace fusedmoe::cuda::sm80 {

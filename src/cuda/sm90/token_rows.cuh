@@ -6,9 +6,9 @@
 // whole rows of the output.
 #pragma once
 
+#include "cuda/device/matrices.cuh"
 #include "cuda/mlp/epilogue_groups.cuh"
 #include "cuda/sm90/mainloop_stage.cuh"
-#include "cuda/sm90/store_matrices.cuh"
 
 namespace fusedmoe::cuda::sm90 {
 
