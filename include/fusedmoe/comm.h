@@ -119,7 +119,14 @@ struct CommunicatorOptions {
   Device device = {};  ///< of this rank
   /// Processes of one host may share memory, see Communicator::share_memory(); the same on all.
   bool shared_memory = true;
+  /// Whether rows may go through the memory of the GPUs of one host, see Communicator::map_peers().
+  /// None: where each rank has a GPU to itself. True: also of ranks that share one. Kernels of a
+  /// rank then wait for those of another on the same GPU: one thread must begin the step of every
+  /// rank before it computes that of any, or each rank needs a process of its own.
+  std::optional<bool> peer_memory = {};
 };
+
+class PeerMemory;  // internal: src/moe/peer_memory.h
 
 /// The ranks of a layer, seen from one of them. A failure is final: the rank that notices it posts
 /// the reason, and from then on every call of every rank throws an Error with that reason. Make a
@@ -191,6 +198,14 @@ class FUSEDMOE_API Communicator {
   void give_back_shared(const void* block) noexcept;
   /// Whether an address lies in such a block of this rank.
   bool is_shared(const void* address) const;
+  /// Collective: on GPUs of one host, makes each rank's GPU lend so many bytes, or as many as
+  /// before if that is more, which the kernels of all ranks then read and write. Returns why that
+  /// is not possible, the same text on all ranks; empty: it is. Then no layer of this communicator
+  /// needs NCCL to move rows. Layers call it themselves. As graphs hold addresses, more bytes
+  /// behind the first forward are an Error: call it before, with the largest peer_bytes().
+  std::string map_peers(std::size_t bytes);
+  /// What map_peers() has made; null: nothing.
+  const std::shared_ptr<PeerMemory>& peers() const;
   /// Number of the next step of any layer, and of the next layer: equal on all ranks as long as
   /// they do the same.
   std::uint64_t next_step();

@@ -281,8 +281,8 @@ struct ForwardArgs {
   std::int64_t rows_at_once = 0;
   /// What the transport counts in this forward, where rows change their rank; prepare makes it.
   std::shared_ptr<TransportStep> step;
-  /// Set by prepare where fused_output should lie, because other ranks read it there; null: it
-  /// may lie anywhere.
+  /// Set by prepare where fused_output should lie, because other ranks read it there; null: it may
+  /// lie anywhere. On CUDA nobody then reads rows of tokens that name no expert of this rank.
   void* output_memory = nullptr;
   void* workspace13 = nullptr;
   void* workspace2 = nullptr;

@@ -111,8 +111,8 @@ struct ForwardOptions {
   std::int64_t max_tokens = 0;
   /// Every rank sends max_tokens rows to each that has experts; the same on all ranks. Nothing is
   /// counted, so on CUDA the host waits for nothing and a graph can hold the forward. A forward on
-  /// a stream that is captured does so in any case. No row is dropped. Not with per_slot, nor where
-  /// experts of several ranks route by themselves.
+  /// a stream that is captured does so in any case. No row is dropped. Not where rows of per_slot
+  /// are messages, nor where experts of several ranks route by themselves.
   bool fixed_sizes = false;
   /// None: the default stream of the device; on the CPU the threads of LayerOptions::executor. On
   /// the CPU cpu_stream() names other threads for this forward.

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <string_view>
 
 #include "fusedmoe/experts.h"
@@ -96,6 +97,9 @@ class FUSEDMOE_API PrepareAndFinalize {
   virtual void move_experts(const ExpertPlacement& /*placement*/) const {}
   /// Number of its layer among those of the communicator; 0 on one rank.
   virtual std::uint64_t layer() const { return 0; }
+  /// How rows change their rank: "peer memory", "messages over nccl: <why not peer memory>"; empty:
+  /// they stay where they are.
+  virtual std::string rows_travel() const { return {}; }
 
  private:
   friend class ModularKernel;

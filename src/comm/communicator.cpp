@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "comm/communicator_impl.h"
+#include "comm/peer_watch.h"
 #include "comm/place.h"
 #include "core/check.h"
 #include "core/device_runtime.h"
@@ -30,9 +31,12 @@ std::string list(std::span<const int> ranks) {
 
 }  // namespace
 
+Communicator::Impl::Impl() = default;
+
 /// A part's last text goes to the whole: when that has gathered once more, all members of the part
 /// have read it.
 Communicator::Impl::~Impl() {
+  peer_watch.reset();  // it asks the control plane
   if (!read_texts_of_whole) return;
   const std::lock_guard lock(read_texts_of_whole->mutex);
   auto& names = read_texts_of_whole->names;
@@ -40,15 +44,23 @@ Communicator::Impl::~Impl() {
 }
 
 /// Why the communicator ended, empty while it has not. Another rank may know: the control plane is
-/// asked. Where that is gone, this is the reason.
+/// asked. Where that is gone, this is the reason. Or kernels of this rank have given up, which the
+/// others are told.
 std::string Communicator::Impl::find_failure() const {
+  std::shared_ptr<PeerMemory> mapped;
   {
     const std::lock_guard lock(mutex);
     if (!failure.empty()) return failure;
+    mapped = peers;
   }
   std::optional<std::string> posted;
   try {
     posted = control->read("failure", milliseconds(0));
+    const std::string gave_up = posted || !mapped ? std::string() : mapped->failure();
+    if (!gave_up.empty()) {
+      control->post("failure", gave_up);
+      posted = control->read("failure", milliseconds(0)).value_or(gave_up);
+    }
   } catch (...) {
     posted = core::current_exception_text();
   }
@@ -122,6 +134,7 @@ void Communicator::Impl::describe_hosts(Communicator& communicator) {
   }
   const Place& here = places[rank];
   const core::DeviceRuntime& runtime = core::runtime_of(options.device);
+  for (const Place& place : places) devices.push_back(place.host + " " + place.device);
   for (int a = 0; a < size; ++a) {
     if (places[a].host == here.host) host_ranks.push_back(a);
     for (int b = 0; b < size; ++b) {
@@ -276,6 +289,7 @@ std::shared_ptr<Communicator> Communicator::split(int color) {
     const auto& of_host = impl.host_ranks;
     const bool here = std::find(of_host.begin(), of_host.end(), part->members[a]) != of_host.end();
     if (here) part->host_ranks.push_back(a);
+    part->devices.push_back(impl.devices[part->members[a]]);
     for (int b = 0; b < part->size; ++b) {
       part->access.push_back(peer_access(part->members[a], part->members[b]));
     }

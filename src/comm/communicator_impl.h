@@ -2,13 +2,20 @@
 // control plane alone, and communicator_steps.cpp, whose steps move bytes.
 #pragma once
 
+#include <functional>
 #include <mutex>
+#include <variant>
 
 #include "comm/poll.h"
 #include "comm/shared_memory.h"
 #include "fusedmoe/comm.h"
+#include "moe/peer_memory.h"
 
 namespace fusedmoe {
+
+namespace comm {
+class PeerWatch;
+}
 
 struct Communicator::Impl {
   using Clock = std::chrono::steady_clock;
@@ -22,7 +29,8 @@ struct Communicator::Impl {
   std::string prefix;        // of names in the control plane
   std::vector<int> members;  // of what was split off: rank here -> rank of the whole
   std::vector<int> host_ranks;
-  std::vector<bool> access;  // size x size
+  std::vector<bool> access;          // size x size
+  std::vector<std::string> devices;  // of each rank, by names that all hosts have
   std::uint64_t gathers = 0, splits = 0, steps = 0, layers = 0;
   /// Names of this rank's texts that are forgotten when all ranks have ended another gather.
   struct ReadTexts {
@@ -32,10 +40,15 @@ struct Communicator::Impl {
   std::shared_ptr<ReadTexts> read_texts = std::make_shared<ReadTexts>();
   std::shared_ptr<ReadTexts> read_texts_of_whole;  // of what this was split off
 
+  Impl();
   ~Impl();
 
+  std::shared_ptr<PeerMemory> peers;
+  std::string without_peers;  // why there are none, once asked
+
   mutable std::mutex mutex;
-  mutable std::string failure;  // once known
+  mutable std::string failure;                  // once known
+  std::unique_ptr<comm::PeerWatch> peer_watch;  // the last to be made, the first to end
 
   /// The rank's number in the whole communicator, which both planes and all errors use.
   int global(int r) const { return members.empty() ? r : members[r]; }
@@ -46,6 +59,11 @@ struct Communicator::Impl {
   void call_hook();
   std::vector<std::string> gather_marked(const std::string& text, std::string_view what);
   void describe_hosts(Communicator& communicator);
+  std::string no_peer_memory() const;
+  std::variant<std::vector<std::string>, std::string> offer(
+      Communicator& communicator, const std::function<std::string()>& part) const;
+  std::string map_arenas(Communicator& communicator, std::size_t bytes,
+                         std::shared_ptr<PeerMemory>& made) const;
   /// The peers of messages as the data plane numbers them.
   std::vector<Message> outside(std::span<const Message> messages) const;
   /// Calls step(waiting) of the data plane; what it throws ends the communicator on all ranks.

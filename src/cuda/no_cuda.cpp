@@ -13,6 +13,7 @@
 #include "fusedmoe/comm.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
+#include "moe/peer_memory.h"
 
 namespace fusedmoe {
 namespace {
@@ -59,6 +60,10 @@ std::shared_ptr<DataPlane> make_nccl_data_plane(int, int, Device, std::shared_pt
 }
 
 std::string make_nccl_unique_id() {
+  fail();
+}
+
+std::shared_ptr<PeerMemory> PeerMemory::make(const Place&, std::size_t) {
   fail();
 }
 

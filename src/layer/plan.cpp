@@ -18,7 +18,7 @@ struct TextMember {
   std::string Plan::*member;
   bool required;
 };
-constexpr std::array<TextMember, 8> kTextMembers{{
+constexpr std::array<TextMember, 9> kTextMembers{{
     {"experts", &Plan::experts, true},
     {"prepare_finalize", &Plan::prepare_finalize, true},
     {"scheme", &Plan::scheme, true},
@@ -27,6 +27,7 @@ constexpr std::array<TextMember, 8> kTextMembers{{
     {"isa", &Plan::isa, true},
     {"shared_experts", &Plan::shared_experts, false},
     {"shared_scheme", &Plan::shared_scheme, false},
+    {"rows_travel", &Plan::rows_travel, false},
 }};
 constexpr const char* kLayoutVersion = "layout_version";
 

@@ -23,6 +23,7 @@ class RankExchange final : public PrepareAndFinalize {
     rules_.move_experts(placement);
   }
   std::uint64_t layer() const override { return rules_.layer; }
+  std::string rows_travel() const override { return rules_.rows_travel(); }
 
  private:
   void do_start_prepare(ForwardArgs& args, const TransportSizes& sizes) const override;

@@ -62,6 +62,11 @@ RankRules::RankRules(const MoeConfig& config, const Context& context, bool allga
   // Ranks that add their sums of the same tokens must choose the same copies.
   const bool nearest = context.ranks.replica_choice == ReplicaChoice::kNearest;
   if (nearest && !sums.needed()) nearest_rank = rank;
+  if (!device.is_cpu()) {
+    no_peer_memory = map_peers(config, context.ranks);
+    if (no_peer_memory.empty()) way = RowWay::kPeerMemory;
+  }
+  if (way == RowWay::kPeerMemory) return;
   if (way == RowWay::kInPlace) return;
   const Shape shape{size, record_bytes(size)};
   const auto memory =

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "fusedmoe/modular_kernel.h"
@@ -16,6 +17,7 @@ enum class RowWay {
   kInPlace,         ///< ranks read each other's memory
   kHostMessages,    ///< of the data plane of CPUs
   kDeviceMessages,  ///< of that of GPUs
+  kPeerMemory,      ///< GPUs of one host read each other's memory
 };
 
 /// Goes from every rank to every other before the rows, with the sender's counts behind it, of
@@ -42,6 +44,8 @@ struct RankRules {
   void move_experts(const ExpertPlacement& placement);
   /// What is done to rows before they travel, where experts read them as `read` says.
   Preparation sent_as(const Preparation& read) const;
+  /// The way, in words: "peer memory"; "messages over nccl: rank 1: peer_memory is false".
+  std::string rows_travel() const;
   bool per_slot() const { return combine == CombineMode::kPerSlot; }
 
   const Device device;
@@ -64,7 +68,8 @@ struct RankRules {
   int num_all = 1;                      // ranks of the layer
   RankSums sums;                        // over the ranks that have the same tokens
   RowWay way = RowWay::kDeviceMessages;
-  bool shared = false;  // in place, and the ranks are processes that share memory
+  std::string no_peer_memory;  // why rows are messages between GPUs
+  bool shared = false;         // in place, and the ranks are processes that share memory
   std::uint32_t layer = 0;
   Tensor records;  // of messages: (num_ranks, record_bytes), on the host, which reads them there
 
@@ -81,6 +86,8 @@ struct RankRules {
 
  private:
   void join(const std::shared_ptr<Communicator>& all);
+  /// Why rows cannot go through the memory of GPUs; empty: they do.
+  std::string map_peers(const MoeConfig& config, const RankOptions& options) const;
   void place_experts();
 };
 

@@ -91,7 +91,9 @@ StepSizes::StepSizes(const RankRules& rules, const ProblemSize& caller, const Pr
       read(read),
       fixed(caller.fixed_sizes),
       // With fixed sizes as many rows travel as there can be, so nothing is gained by packing them.
-      to_all(rules.allgather || (fixed && rules.way == RowWay::kDeviceMessages)),
+      // Through peer memory all ranks get the ids of all rows, and fetch those that they want.
+      to_all(rules.allgather || (fixed && rules.way == RowWay::kDeviceMessages) ||
+             rules.way == RowWay::kPeerMemory),
       capacity(rules.size * max_tokens),
       converts(sent.quant != read.quant && !(sent.quant && read.takes_quantized && !rules.hooks)),
       // Messages to all send this rank's rows from where they are received.
@@ -296,8 +298,6 @@ void RankStep::convert(ForwardArgs& args) const {
   args.hidden_scales = scales;
 }
 
-/// A row for each slot that names an expert of this rank, with weight 1: what the experts then
-/// leave are their rows themselves.
 void RankStep::expand_slots(ForwardArgs& args) {
   core::SlotExpansion expansion;
   expansion.ids = args.topk_ids;

@@ -1,7 +1,7 @@
 // One step across ranks: what it counts, and its scratch memory. A step is made by start_prepare()
 // and owned by the forward. It goes: find destinations (which token goes where), send, receive;
-// behind the experts give back and sum. How rows travel is left to the three that derive:
-// rows_in_place.h, host_messages.h and device_messages.h.
+// behind the experts give back and sum. How rows travel is left to the four that derive:
+// rows_in_place.h, host_messages.h, device_messages.h and peer_rows.h.
 //
 // Received rows lie by (source rank, token), and everything is summed in rank or slot order, so
 // that no bit depends on which rank was first.
@@ -84,6 +84,9 @@ class RankStep : public TransportStep {
   /// Counts, and sends this rank's rows.
   virtual void send(const RowTensors& own, const ForwardArgs& args) = 0;
   virtual void receive(Stream) {}
+  /// A row for each slot that names an expert of this rank, with weight 1: what the experts then
+  /// leave are their rows themselves.
+  virtual void expand_slots(ForwardArgs& args);
   /// Sends what the experts have left back to where the rows came from.
   virtual void give_back(const ForwardArgs& args) = 0;
   /// Adds the rows of each token.
@@ -169,7 +172,6 @@ class RankStep : public TransportStep {
   RowTensors own_rows(const ForwardArgs& own) const;
   void drop_rows(const ForwardArgs& args);
   void convert(ForwardArgs& args) const;
-  void expand_slots(ForwardArgs& args);
   void locate_slots(ForwardArgs& args, std::int64_t rows) const;
   void tell_origins(ForwardArgs& args, const TensorView& numbers, const Counts& counts);
 

@@ -1,6 +1,8 @@
 // Which of the ways that rows travel a step takes: a step itself does not know them.
+#include "core/format.h"
 #include "layer/device_messages.h"
 #include "layer/host_messages.h"
+#include "layer/peer_rows.h"
 #include "layer/rows_in_place.h"
 
 namespace fusedmoe::layer {
@@ -14,8 +16,34 @@ std::unique_ptr<RankStep> RankStep::make(const RankRules& rules, const StepSizes
       return std::make_unique<HostMessages>(rules, sizes, memory);
     case RowWay::kDeviceMessages:
       return std::make_unique<DeviceMessages>(rules, sizes, memory);
+    case RowWay::kPeerMemory:
+      return std::make_unique<PeerRows>(rules, sizes, memory);
   }
   return nullptr;
+}
+
+std::string RankRules::rows_travel() const {
+  const std::string_view plane = group->backend();
+  switch (way) {
+    case RowWay::kInPlace:
+      return "read in place";
+    case RowWay::kHostMessages:
+      return core::format("messages over {}", plane);
+    case RowWay::kDeviceMessages:
+      return core::format("messages over {}: {}", plane, no_peer_memory);
+    case RowWay::kPeerMemory:
+      return "peer memory";
+  }
+  return {};
+}
+
+/// The same on all ranks: they have agreed on what it depends on.
+std::string RankRules::map_peers(const MoeConfig& config, const RankOptions& options) const {
+  if (num_logits > 0) return "monolithic experts would route the rows that nobody fills";
+  if (hooks) return "hooks are told whose each row is, and here are rows of nobody";
+  if (receive_capacity > 0) return "receive_capacity limits rows that are counted";
+  if (max_tokens_per_rank == 0) return "max_tokens_per_rank is not given";
+  return group->map_peers(PeerRows::arena_bytes(config, options, size));
 }
 
 }  // namespace fusedmoe::layer

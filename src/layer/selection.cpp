@@ -13,6 +13,7 @@
 #include "cuda/sm90/family.h"
 #include "fusedmoe/runtime.h"
 #include "layer/checks.h"
+#include "layer/peer_rows.h"
 #include "layer/tuned_configs.h"
 #include "reference/experts.h"
 
@@ -112,6 +113,8 @@ std::string announcement(const Selection& selection, const ModularKernel& kernel
   for (const auto& [asked, name] : wishes) {
     if (asked) text += core::format(", {}", name);
   }
+  const std::string travel = kernel.prepare_finalize().rows_travel();
+  if (!travel.empty()) text += core::format(", rows: {}", travel);
   // Across ranks the rows that arrive decide.
   for (const std::int64_t tokens : {1, 64, 1024}) {
     if (kernel.prepare_finalize().moves_rows()) break;
@@ -260,6 +263,17 @@ ModularKernel Selection::create(const Context& context) const {
 std::int64_t Selection::packed_bytes() const {
   layer::check_chosen(*this);
   return experts->packed_bytes(config);
+}
+
+std::size_t Selection::peer_bytes(const RankOptions& ranks) const {
+  layer::check_chosen(*this);
+  const bool travel =
+      prepare_finalize == &all2all() || prepare_finalize == &allgather_reducescatter();
+  if (config.device.is_cpu() || !travel) return 0;
+  const int num_ranks = prepare_finalize == &all2all()
+                            ? static_cast<int>(config.parallel.num_ranks())
+                            : static_cast<int>(config.parallel.gather_group().size());
+  return layer::PeerRows::arena_bytes(config, ranks, num_ranks);
 }
 
 Context make_context() {

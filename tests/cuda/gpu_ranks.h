@@ -24,16 +24,27 @@ inline constexpr double kTolerance = 2e-2;
 
 struct Setting {
   int size = 2;
-  bool nccl = false;
-  std::string name() const { return (nccl ? "nccl" : "shared") + std::to_string(size); }
+  bool nccl = false;   ///< a GPU for each rank
+  bool peers = false;  ///< which read each other's memory
+  std::string name() const {
+    return (peers ? "peers" : nccl ? "nccl" : "shared") + std::to_string(size);
+  }
 };
 
-/// One GPU for all ranks, or one each; those that this machine has.
+/// One GPU for all ranks, or one each; those that this machine has. Where rows are messages.
 inline std::vector<Setting> settings() {
   setenv("NCCL_NVLS_ENABLE", "0", 0);  // before NCCL is loaded
   std::vector<Setting> list{{2, false}, {4, false}};
   for (const int size : {2, 4, 8}) {
     if (size <= cuda_device_count() && nccl_info().problem.empty()) list.push_back({size, true});
+  }
+  return list;
+}
+/// And where they are not.
+inline std::vector<Setting> all_settings() {
+  std::vector<Setting> list = settings();
+  for (const Setting& each : settings()) {
+    if (each.nccl) list.push_back({each.size, true, true});
   }
   return list;
 }
@@ -49,7 +60,8 @@ class Ranks {
   std::shared_ptr<Communicator> join(int rank) {
     if (!setting_.nccl) return shared_[rank];
     const Device device{DeviceKind::kCuda, rank};
-    return make_communicator(rank, setting_.size, control_, {timeout_, device});
+    return make_communicator(rank, setting_.size, control_,
+                             {timeout_, device, true, setting_.peers});
   }
 
  private:

@@ -49,7 +49,7 @@ void expect_as_one(const Setting& setting, const char* scheme, const char* trans
 
 TEST(CudaRanksTest, LayersGiveTheOutputOfOneGpu) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
-  for (const Setting& setting : settings()) {
+  for (const Setting& setting : all_settings()) {
     for (const char* scheme : {"bf16", "mxfp4_w4a16"}) {
       for (const char* transport : {"all2all", "allgather_reducescatter"}) {
         expect_as_one(setting, scheme, transport, false, false);
@@ -76,7 +76,7 @@ TEST(CudaRanksTest, ManyTokensGiveTheOutputOfOneGpu) {
   for (const std::int64_t tokens : {kMost, std::int64_t{1500}}) {
     inputs.push_back(random_tensor(DType::kBF16, {tokens, spec.hidden}, 1, tokens));
   }
-  for (const Setting& setting : settings()) {
+  for (const Setting& setting : all_settings()) {
     if (setting.size != 2) continue;
     for (const bool fixed_sizes : {false, true}) {
       SCOPED_TRACE(setting.name() + (fixed_sizes ? " fixed sizes" : " exact sizes"));
@@ -124,7 +124,7 @@ Tensor forward_routed(const MoeLayer& layer, const Tensor& x, const Tensor& ids,
 TEST(CudaRanksTest, RowsThatDoNotFitAreDropped) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
   const LayerWeights weights = make_layer_weights({small_case("bf16")});
-  for (const Setting& setting : settings()) {
+  for (const Setting& setting : all_settings()) {
     for (const char* transport : {"all2all", "allgather_reducescatter"}) {
       for (const CombineMode combine : {CombineMode::kPerRank, CombineMode::kPerSlot}) {
         SCOPED_TRACE(setting.name() + " " + transport + " " + std::string(name(combine)));
@@ -175,7 +175,7 @@ TEST(CudaRanksTest, MoreExpertRowsThanThereIsRoomForTakeSeveralPasses) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
   constexpr std::int64_t kMany = 8192;
   const LayerWeights weights = make_layer_weights({small_case("bf16")});
-  for (const Setting& setting : settings()) {
+  for (const Setting& setting : all_settings()) {
     if (setting.size != 4) continue;
     for (const char* transport : {"all2all", "allgather_reducescatter"}) {
       for (const CombineMode combine : {CombineMode::kPerRank, CombineMode::kPerSlot}) {
@@ -214,7 +214,7 @@ TEST(CudaRanksTest, DispatchDtypeChangesNoBit) {
       {"fp8_block", DType::kE4M3},         {"fp8_channel_token", DType::kE4M3},
       {"fp8_tensor_static", DType::kE4M3}, {"w4a8", DType::kE4M3},
       {"mxfp4_mxfp8", DType::kE4M3},       {"mxfp4:ocp", DType::kE2M1}};
-  for (const Setting& setting : settings()) {
+  for (const Setting& setting : all_settings()) {
     for (const auto& [scheme, activations] : schemes) {
       for (const char* transport : {"all2all", "allgather_reducescatter"}) {
         for (const int mode : {0, 1, 2}) {  // per rank; with fixed sizes; batch-invariant
@@ -299,7 +299,7 @@ void expect_replays(const MoeLayer& layer, const Batches& batches, Communicator&
 
 TEST(CudaRanksTest, GraphsReplayWithOtherIds) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
-  for (const Setting& setting : settings()) {
+  for (const Setting& setting : all_settings()) {
     if (!setting.nccl) continue;
     const LayerWeights weights = make_layer_weights({small_case("bf16")});
     Ranks ranks(setting);

@@ -340,6 +340,7 @@ void CudaExperts::run_standard(const ForwardArgs& args, const Scratch& scratch,
   end.overlap_previous = !unfused;
   end.output = args.fused_output;
   end.accumulate = args.accumulate;
+  end.skips_empty = args.output_memory != nullptr;
   end.rows = scratch.rows_out;
   end.rows_dtype = config.rows_f32 ? DType::kF32 : dtype();
   end.splits = config.splits;

@@ -1,17 +1,22 @@
 #include "cuda/peers/protocol.h"
 
 #include "core/format.h"
+#include "moe/peer_memory.h"
 
 namespace fusedmoe::cuda {
 namespace {
 
+int name_of(int rank, std::span<const int> names) {
+  return names.empty() ? rank : names[static_cast<std::size_t>(rank)];
+}
+
 /// "rank 3", "ranks 0, 3"
-std::string ranks(std::uint32_t bits) {
+std::string ranks(std::uint32_t bits, std::span<const int> names) {
   std::string list;
   int count = 0;
   for (int rank = 0; rank < kMostPeers; ++rank) {
     if ((bits >> rank & 1) == 0) continue;
-    list += (count++ > 0 ? ", " : "") + core::to_string(rank);
+    list += (count++ > 0 ? ", " : "") + core::to_string(name_of(rank, names));
   }
   return (count == 1 ? "rank " : "ranks ") + list;
 }
@@ -37,20 +42,30 @@ std::string differences(const FailureRecord& record) {
 
 }  // namespace
 
-std::string to_string(const FailureRecord& record, int rank, const Patience& patience) {
+std::string to_string(const FailureRecord& record, int rank, const Patience& patience,
+                      std::span<const int> names) {
+  rank = name_of(rank, names);
   const std::string where = core::format(
       "the {} of layer {}",
       record.round == static_cast<std::uint32_t>(Round::kDispatch) ? "dispatch" : "return",
       record.mine.layer);
   if (record.different != 0) {
-    return core::format("{} does not match rank {} in {}: rank {} has {}", ranks(record.different),
-                        rank, where, rank, differences(record));
+    return core::format("{} does not match rank {} in {}: rank {} has {}",
+                        ranks(record.different, names), rank, where, rank, differences(record));
   }
   if (record.late != 0) {
     return core::format("rank {} waited {} ms for {} in {}", rank, patience.nanoseconds / 1000000,
-                        ranks(record.late), where);
+                        ranks(record.late, names), where);
   }
   return core::format("rank {} was told to end {}", rank, where);
 }
 
 }  // namespace fusedmoe::cuda
+
+namespace fusedmoe {
+
+std::size_t PeerMemory::head_bytes() {
+  return sizeof(cuda::ArenaHead);
+}
+
+}  // namespace fusedmoe

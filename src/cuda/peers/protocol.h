@@ -11,6 +11,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
 
 #include "core/host_device.h"
@@ -65,6 +66,8 @@ struct ArenaHead {
   std::uint32_t dead = 0;
   std::uint32_t late = 0, different = 0;  ///< ranks, as bits: those that a wait was given up for
   std::uint32_t told = 0;                 ///< the host ended a wait
+  std::uint32_t ticket = 0;               ///< blocks of the kernel that runs that are done
+  std::uint64_t mark = 0;                 ///< tells, when arenas are mapped, whose this is
 };
 
 /// Why a rank gave up, for the host to read: pinned memory.
@@ -188,7 +191,8 @@ FUSEDMOE_HD void give_up(const Peers& peers, Round round, const StepKey& key,
 
 /// What a record that is written says of its rank: "rank 1 waited 500 ms for ranks 0, 3 in the
 /// dispatch of layer 4"; "rank 2 does not match rank 1 in the return of layer 4: rank 1 has layer
-/// 4, it layer 5".
-std::string to_string(const FailureRecord& record, int rank, const Patience& patience);
+/// 4, it layer 5". `names`: what the ranks are called there; empty: by their numbers.
+std::string to_string(const FailureRecord& record, int rank, const Patience& patience,
+                      std::span<const int> names = {});
 
 }  // namespace fusedmoe::cuda

@@ -20,7 +20,7 @@ struct CombineParams {
   std::int64_t hidden;
   std::int64_t output_stride;
   int topk, splits;
-  bool accumulate;
+  bool accumulate, skips_empty;
 };
 
 /// Columns of a thread: 16 bytes of a row.
@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kThreads, 12) combine_kernel(const CombinePara
   if (column >= p.hidden) return;
   const auto* rows = static_cast<const Row*>(p.rows) + column;
   float sums[kColumns] = {};
+  bool has_rows = false;
 #pragma unroll 1
   for (int first = 0; first < p.topk; first += kBatch) {
     if (first > 0 || p.slot_to_permuted) read_slots(first);
@@ -81,11 +82,13 @@ __global__ void __launch_bounds__(kThreads, 12) combine_kernel(const CombinePara
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
       // The weight of a slot without a row need not be finite.
+      has_rows |= row[j] >= 0;
       const float factor = row[j] >= 0 ? weight[j] : 0.0f;
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) sums[i] = fmaf(factor, values[j][i], sums[i]);
     }
   }
+  if (p.skips_empty && !has_rows) return;
   auto* output = static_cast<Output*>(p.output) + token * p.output_stride + column;
   store_sums(sums, output, p.accumulate);
 }
@@ -105,6 +108,7 @@ void combine(const Combine& args, const Stream& stream) {
   p.hidden = args.output.size(1);
   p.output_stride = args.output.stride(0);
   p.accumulate = args.accumulate;
+  p.skips_empty = args.skips_empty;
   p.topk = static_cast<int>(args.topk);
   p.splits = args.splits;
   const auto launch_kernel = [&](auto row, auto result) {

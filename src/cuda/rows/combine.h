@@ -16,6 +16,7 @@ struct Combine {
   /// and the stride of its rows are multiples of 8; 16-byte aligned.
   TensorView output;
   bool accumulate = false;     ///< add the sum to what the output holds, before the rounding
+  bool skips_empty = false;    ///< tokens without rows are left as they are, instead of zeros
   const void* rows = nullptr;  ///< (splits, rows, hidden); splits are added first
   DType rows_dtype = DType::kF32;
   int splits = 1;

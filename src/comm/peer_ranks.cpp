@@ -1,0 +1,153 @@
+// How the ranks of a communicator come to map each other's GPU memory: all of them or none. Every
+// rank tells first whether it may and wants to, then where its arena is found, then whether it
+// could map those of the others.
+#include <algorithm>
+#include <charconv>
+#include <utility>
+
+#include "comm/communicator_impl.h"
+#include "comm/descriptors.h"
+#include "comm/peer_watch.h"
+#include "core/check.h"
+#include "core/exception_text.h"
+
+namespace fusedmoe {
+namespace {
+
+constexpr std::string_view kWhat = "mapping GPU memory";
+
+/// What a rank says of itself.
+struct Offer {
+  std::uint64_t mark = 0;
+  std::string address;  // of its socket
+
+  std::string text() const { return core::to_string(mark) + " " + address; }
+  static Offer parse(std::string_view text) {
+    Offer offer;
+    const char* end = text.data() + text.size();
+    const auto [stop, problem] = std::from_chars(text.data(), end, offer.mark);
+    if (problem != std::errc() || stop == end || *stop != ' ') {
+      throw Error::communication("a rank has told no arena");
+    }
+    offer.address = std::string(stop + 1, end);
+    return offer;
+  }
+};
+
+}  // namespace
+
+/// Why this rank cannot take part, or does not want to.
+std::string Communicator::Impl::no_peer_memory() const {
+  if (options.device.is_cpu()) return "the ranks are on CPUs";
+  if (options.peer_memory == false) return "peer_memory is false";
+  if (host_ranks.size() != static_cast<std::size_t>(size)) return "the ranks are on several hosts";
+  if (options.peer_memory == true) return {};
+  for (int r = 0; r < size; ++r) {
+    if (r != rank && devices[r] == devices[rank]) {
+      return core::format("it shares its GPU with rank {}", global(r));
+    }
+  }
+  return {};
+}
+
+/// Runs a part of the set-up on every rank. Returns what each has told, or the first reason why one
+/// cannot go on.
+std::variant<std::vector<std::string>, std::string> Communicator::Impl::offer(
+    Communicator& communicator, const std::function<std::string()>& part) const {
+  std::string mine;
+  try {
+    mine = "=" + part();
+  } catch (...) {
+    mine = "!" + core::current_exception_text();
+  }
+  std::vector<std::string> texts = communicator.gather(mine, kWhat);
+  for (int r = 0; r < size; ++r) {
+    if (texts[r].starts_with('!')) {
+      return core::format("rank {}: {}", global(r), texts[r].substr(1));
+    }
+    texts[r].erase(0, 1);
+  }
+  return texts;
+}
+
+std::string Communicator::map_peers(std::size_t bytes) {
+  Impl& impl = *impl_;
+  if (impl.peers && impl.peers->bytes() >= bytes) return {};
+  if (!impl.without_peers.empty()) return impl.without_peers;
+  const auto asked = impl.offer(*this, [&]() -> std::string {
+    if (const std::string reason = impl.no_peer_memory(); !reason.empty()) {
+      throw Error::communication(reason);
+    }
+    return impl.peers && impl.peers->is_used() ? "used" : "new";
+  });
+  if (const auto* reason = std::get_if<std::string>(&asked)) return impl.without_peers = *reason;
+  const auto& states = std::get<std::vector<std::string>>(asked);
+  if (std::count(states.begin(), states.end(), "used") > 0) {
+    throw Error::invalid(
+        "max_tokens_per_rank",
+        core::format("this layer needs {} bytes of memory that the GPUs map, but layers of {} have "
+                     "run, and graphs hold addresses in them: make the largest layer first, or "
+                     "call map_peers() before",
+                     bytes, impl.peers->bytes()));
+  }
+  std::shared_ptr<PeerMemory> made;
+  const std::string reason = impl.map_arenas(*this, bytes, made);
+  if (!reason.empty()) return impl.without_peers = reason;
+  impl.peer_watch.reset();
+  {
+    const std::lock_guard lock(impl.mutex);
+    impl.peers = std::move(made);
+  }
+  impl.peer_watch = std::make_unique<comm::PeerWatch>(
+      impl.peers, [&impl] { return !impl.find_failure().empty(); });
+  return {};
+}
+
+std::string Communicator::Impl::map_arenas(Communicator& communicator, std::size_t bytes,
+                                           std::shared_ptr<PeerMemory>& made) const {
+  const auto deadline = comm::SocketClock::now() + options.timeout;
+  std::unique_ptr<comm::DescriptorSocket> socket;
+  const auto offered = offer(communicator, [&] {
+    PeerMemory::Place place{options.device, rank, size, {}, options.timeout};
+    for (int r = 0; r < size; ++r) place.names.push_back(global(r));
+    made = PeerMemory::make(place, bytes);
+    socket = std::make_unique<comm::DescriptorSocket>();
+    return Offer{made->mark(), socket->address()}.text();
+  });
+  if (const auto* reason = std::get_if<std::string>(&offered)) return *reason;
+  std::vector<std::uint64_t> marks;
+  const auto mapped = offer(communicator, [&]() -> std::string {
+    std::vector<int> elsewhere;  // ranks of other processes
+    const comm::Socket own(made->descriptor());
+    for (int r = 0; r < size; ++r) {
+      const Offer theirs = Offer::parse(std::get<std::vector<std::string>>(offered)[r]);
+      marks.push_back(theirs.mark);
+      if (made->map(r, theirs.mark)) continue;
+      elsewhere.push_back(r);
+      socket->send(theirs.address, rank, own.get());
+    }
+    for (std::size_t i = 0; i < elsewhere.size(); ++i) {
+      int from = -1;
+      const comm::Socket theirs(socket->receive(from, deadline, [&] { communicator.check(); }));
+      if (std::count(elsewhere.begin(), elsewhere.end(), from) == 0) {
+        throw Error::communication(core::format("a descriptor came from rank {}", from));
+      }
+      made->map_descriptor(from, theirs.get());
+    }
+    return {};
+  });
+  if (const auto* reason = std::get_if<std::string>(&mapped)) return *reason;
+  // When all have mapped all: kernels read from here on.
+  const auto checked = offer(communicator, [&]() -> std::string {
+    made->check_marks(marks);
+    return {};
+  });
+  const auto* reason = std::get_if<std::string>(&checked);
+  return reason ? *reason : std::string();
+}
+
+const std::shared_ptr<PeerMemory>& Communicator::peers() const {
+  return impl_->peers;
+}
+
+}  // namespace fusedmoe

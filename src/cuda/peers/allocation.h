@@ -1,0 +1,46 @@
+// A block of GPU memory that other GPUs, and other processes, can map.
+#pragma once
+
+#include <cstddef>
+#include <mutex>
+#include <set>
+
+#include "fusedmoe/tensor.h"
+
+namespace fusedmoe::cuda {
+
+/// Made of descriptors, not of cudaMalloc: so nothing else of this process is mapped by its peers,
+/// and cudaMalloc never waits for kernels of another GPU. The memory lives as long as anybody maps
+/// it, also when its process has ended.
+class PeerAllocation {
+ public:
+  /// At least so many bytes on a GPU, zeros. Throws Error where there is too little, or where the
+  /// driver makes no memory that can be mapped by others.
+  PeerAllocation(std::size_t bytes, Device device);
+  /// What another process has made a descriptor of, mapped for a GPU of this one.
+  PeerAllocation(int descriptor, std::size_t bytes, Device device);
+  ~PeerAllocation();
+  PeerAllocation(const PeerAllocation&) = delete;
+  PeerAllocation& operator=(const PeerAllocation&) = delete;
+
+  std::byte* data() const { return reinterpret_cast<std::byte*>(address_); }
+  std::size_t bytes() const { return bytes_; }
+  /// A descriptor for another process; the caller closes it.
+  int descriptor() const;
+  /// Lets another GPU of this process read and write it at the same address. From any thread, but
+  /// while no kernel uses it.
+  void allow(Device device);
+
+ private:
+  void map(Device device);
+  void release() noexcept;
+
+  std::size_t bytes_ = 0;
+  unsigned long long handle_ = 0;   // CUmemGenericAllocationHandle
+  unsigned long long address_ = 0;  // CUdeviceptr
+  bool is_mapped_ = false;
+  std::mutex mutex_;
+  std::set<int> allowed_;  // GPUs
+};
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,192 @@
+// This rank's arena, and those of the others as it maps them.
+#include "moe/peer_memory.h"
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <random>
+
+#include "core/device_runtime.h"
+#include "core/format.h"
+#include "cuda/peers/allocation.h"
+#include "cuda/peers/host_words.h"
+#include "cuda/peers/steps.h"
+#include "fusedmoe/error.h"
+#include "fusedmoe/runtime.h"
+
+namespace fusedmoe {
+namespace cuda {
+namespace {
+
+/// The arenas of this process, which its threads find by their marks.
+class Arenas {
+ public:
+  void add(std::uint64_t mark, const std::shared_ptr<PeerAllocation>& arena) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(arenas_, [](const auto& each) { return each.second.expired(); });
+    arenas_[mark] = arena;
+  }
+  std::shared_ptr<PeerAllocation> find(std::uint64_t mark) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = arenas_.find(mark);
+    return found == arenas_.end() ? nullptr : found->second.lock();
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::uint64_t, std::weak_ptr<PeerAllocation>> arenas_;
+};
+
+Arenas& arenas() {
+  static Arenas all;
+  return all;
+}
+
+std::uint64_t draw_mark() {
+  std::random_device random;
+  return std::uint64_t{random()} << 32 | random();
+}
+
+class CudaPeerMemory final : public PeerMemory {
+ public:
+  CudaPeerMemory(const Place& of, std::size_t bytes)
+      : place_(of),
+        mark_(draw_mark()),
+        pinned_(core::runtime_of(of.device).allocate_pinned(sizeof(Pinned), of.device)),
+        shared_(new (pinned_.get()) Pinned),
+        arenas_(static_cast<std::size_t>(of.size)) {
+    const core::CurrentDevice current(of.device);
+    load_step_kernels();
+    const auto arena = std::make_shared<PeerAllocation>(bytes, of.device);
+    core::runtime_of(of.device).copy(&head_of(*arena)->mark, &mark_, sizeof mark_,
+                                     Stream{of.device});
+    synchronize(Stream{of.device});
+    step_.peers.rank = of.rank;
+    step_.peers.size = of.size;
+    const std::chrono::nanoseconds patience = of.patience;
+    step_.patience = {static_cast<std::uint64_t>(patience.count()), &shared_->abort};
+    step_.record = &shared_->record;
+    arenas().add(mark_, arena);
+    set(of.rank, arena);
+  }
+  /// Its kernels, which end at their deadline at the latest, use what it holds.
+  ~CudaPeerMemory() override {
+    try {
+      const core::CurrentDevice current(place_.device);
+      cudaDeviceSynchronize();
+    } catch (const Error&) {
+      // A kernel of the program has failed: none runs any more.
+    }
+  }
+
+  std::size_t bytes() const override { return own_arena().bytes(); }
+  std::uint64_t mark() const override { return mark_; }
+
+  bool map(int rank, std::uint64_t mark) override {
+    const std::shared_ptr<PeerAllocation> arena = arenas().find(mark);
+    if (!arena) return false;
+    if (rank != place_.rank) {
+      const core::CurrentDevice current(place_.device);
+      arena->allow(place_.device);
+      set(rank, arena);
+    }
+    return true;
+  }
+  int descriptor() const override { return own_arena().descriptor(); }
+  void map_descriptor(int rank, int descriptor) override {
+    set(rank, std::make_shared<PeerAllocation>(descriptor, bytes(), place_.device));
+  }
+
+  void check_marks(std::span<const std::uint64_t> marks) override {
+    const core::CurrentDevice current(place_.device);
+    const OwnedStream stream(place_.device);
+    read_marks(step_.peers, shared_->marks, stream);
+    synchronize(stream);
+    for (std::size_t r = 0; r < marks.size(); ++r) {
+      if (shared_->marks[r] == marks[r]) continue;
+      throw Error::communication(core::format(
+          "its GPU does not read what the GPU of rank {} has written", place_.names[r]));
+    }
+  }
+
+  std::byte* own() const override { return own_arena().data(); }
+  bool is_used() const override { return is_used_; }
+
+  std::string failure() const override {
+    const FailureRecord& record = shared_->record;
+    if (HostWords::load_acquire(&record.is_written) == 0) return {};
+    return to_string(record, place_.rank, step_.patience, place_.names);
+  }
+  void abort() noexcept override { HostWords::store(&shared_->abort, 1); }
+  bool has_ended() const override {
+    return HostWords::load(&shared_->abort) != 0 ||
+           HostWords::load_acquire(&shared_->record.is_written) != 0;
+  }
+
+  void publish(const PeerStep& step, const PublishedRows& rows, Stream stream) override {
+    is_used_ = true;
+    if (in_step_.exchange(true)) {
+      throw Error::communication(
+          "a step begins before the one before it has finished: steps of a communicator can "
+          "overlap "
+          "only where their rows are messages, see CommunicatorOptions::peer_memory");
+    }
+    const core::CurrentDevice current(place_.device);
+    publish_rows(step_, step, rows, stream);
+  }
+  void pull(const PeerStep& step, const PulledRows& rows, Stream stream) override {
+    const core::CurrentDevice current(place_.device);
+    pull_rows(step_, step, rows, stream);
+  }
+  void tell_results(const PeerStep& step, Stream stream) override {
+    const core::CurrentDevice current(place_.device);
+    cuda::tell_results(step_, step, stream);
+  }
+  void sum(const PeerStep& step, const PeerSum& sum, Stream stream) override {
+    const core::CurrentDevice current(place_.device);
+    sum_results(step_, step, sum, stream);
+    in_step_ = false;
+  }
+
+ private:
+  /// In host memory that the device reads and writes.
+  struct Pinned {
+    FailureRecord record;
+    std::uint32_t abort = 0;
+    std::uint64_t marks[kMostPeers] = {};
+  };
+
+  static ArenaHead* head_of(const PeerAllocation& arena) {
+    return reinterpret_cast<ArenaHead*>(arena.data());
+  }
+  const PeerAllocation& own_arena() const {
+    return *arenas_[static_cast<std::size_t>(place_.rank)];
+  }
+  void set(int rank, const std::shared_ptr<PeerAllocation>& arena) {
+    arenas_[static_cast<std::size_t>(rank)] = arena;
+    step_.peers.arenas[rank] = head_of(*arena);
+  }
+
+  const Place place_;
+  const std::uint64_t mark_;
+  const std::shared_ptr<void> pinned_;
+  Pinned* const shared_;
+  std::vector<std::shared_ptr<PeerAllocation>> arenas_;  // of each rank
+  PeerPlace step_;
+  std::atomic<bool> is_used_{false}, in_step_{false};
+};
+
+}  // namespace
+}  // namespace cuda
+
+std::shared_ptr<PeerMemory> PeerMemory::make(const Place& place, std::size_t bytes) {
+  if (place.size > cuda::kMostPeers) {
+    throw Error::communication(core::format("{} ranks: at most {} can map each other's memory",
+                                            place.size, cuda::kMostPeers));
+  }
+  return std::make_shared<cuda::CudaPeerMemory>(place, bytes);
+}
+
+}  // namespace fusedmoe

@@ -1,0 +1,29 @@
+// The kernels of a step through the memory that the GPUs of a host map: the calls of PeerMemory.
+// They wait for other ranks, never without end; where a rank has given up they do nothing.
+#pragma once
+
+#include "cuda/peers/protocol.h"
+#include "moe/peer_memory.h"
+
+namespace fusedmoe::cuda {
+
+/// What all kernels of a rank get.
+struct PeerPlace {
+  Peers peers;
+  Patience patience;
+  FailureRecord* record = nullptr;
+};
+
+void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedRows& rows,
+                  Stream stream);
+void pull_rows(const PeerPlace& place, const PeerStep& step, const PulledRows& rows, Stream stream);
+void tell_results(const PeerPlace& place, const PeerStep& step, Stream stream);
+void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& sum, Stream stream);
+
+/// marks[r] = the mark in the arena of rank r.
+void read_marks(const Peers& peers, std::uint64_t* marks, Stream stream);
+
+/// Loads all of them on the current device: to load one later may wait for those that run.
+void load_step_kernels();
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,155 @@
+#include "layer/peer_rows.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "core/ceil_div.h"
+#include "fusedmoe/quant.h"
+#include "fusedmoe/runtime.h"
+#include "layer/backend.h"
+
+namespace fusedmoe::layer {
+namespace {
+
+/// Places the parts of a step in an arena. `row_bytes`: of each tensor that travels. Returns where
+/// they end.
+std::int64_t place_parts(PeerStep& step, std::int64_t num_ranks,
+                         std::span<const std::int64_t> row_bytes, std::int64_t result_bytes) {
+  constexpr std::int64_t kAlignment = 256;
+  auto next = static_cast<std::int64_t>(PeerMemory::head_bytes());
+  const auto take = [&](std::int64_t bytes) {
+    const std::int64_t begin = core::round_up(next, kAlignment);
+    next = begin + bytes;
+    return begin;
+  };
+  const std::int64_t slots = num_ranks * step.most_tokens * step.topk;
+  step.ids = take(slots * std::int64_t{sizeof(std::int32_t)});
+  step.weights = take(slots * std::int64_t{sizeof(float)});
+  for (std::size_t t = 0; t < row_bytes.size(); ++t) {
+    step.rows[t] = take(step.most_tokens * row_bytes[t]);
+  }
+  step.results = take(result_bytes);
+  return next;
+}
+
+std::int64_t row_bytes(const TensorView& rows) {
+  return bytes(rows.dtype(), rows.size(1));
+}
+
+/// Values, and scales where rows have some.
+std::vector<TensorView> travelling(const RowTensors& rows) {
+  std::vector<TensorView> result{rows.values};
+  if (rows.scales) result.push_back(rows.scales);
+  return result;
+}
+
+}  // namespace
+
+PeerRows::PeerRows(const RankRules& rules, const StepSizes& sizes, void* memory)
+    : RankStep(rules, sizes, memory, 0) {
+  if (sizes.max_rows > 0) local_slots_ = take(DType::kI32, {1});
+  if (!memory) return;
+  const std::int64_t ranks = rules.size, most = sizes.max_tokens, topk = sizes.topk;
+  step_.layer = rules.layer;
+  step_.placement = static_cast<std::uint32_t>(rules.moves);
+  step_.most_tokens = most;
+  step_.topk = topk;
+  std::vector<std::int64_t> travel;
+  for (const TensorView& each : travelling(received_)) {
+    travel.push_back(row_bytes(each));
+    step_.row_bytes += travel.back();
+  }
+  const std::int64_t results = ranks * most * (rules.per_slot() ? topk : 1);
+  place_parts(step_, ranks, travel, fusedmoe::bytes(rules.combine_dtype, results * sizes.hidden));
+  std::byte* const arena = peers().own();
+  received_.ids = TensorView(arena + step_.ids, DType::kI32, {ranks * most, topk}, rules.device);
+  received_.weights =
+      TensorView(arena + step_.weights, DType::kF32, {ranks * most, topk}, rules.device);
+  output_ =
+      TensorView(arena + step_.results, rules.combine_dtype, {results, sizes.hidden}, rules.device);
+}
+
+std::size_t PeerRows::arena_bytes(const MoeConfig& config, const RankOptions& ranks,
+                                  int num_ranks) {
+  const bool per_slot = config.combine == CombineMode::kPerSlot;
+  const DType combine = per_slot ? DType::kF32 : ranks.combine_dtype.value_or(config.dtype);
+  std::array<std::int64_t, PeerStep::kMostTensors> travel{
+      fusedmoe::bytes(config.dtype, config.hidden), 0};
+  if (const std::optional<QuantKey>& key = config.scheme.activations) {
+    const QuantizedShape row = quantized_shape(*key, 1, config.hidden);
+    travel[1] =
+        std::max(fusedmoe::bytes(row.scales_dtype, row.scales[1]), std::int64_t{sizeof(float)});
+  }
+  PeerStep step;
+  step.most_tokens = ranks.max_tokens_per_rank;
+  step.topk = config.topk;
+  const std::int64_t results =
+      num_ranks * step.most_tokens * (per_slot ? config.topk : 1) * config.hidden;
+  return static_cast<std::size_t>(
+      place_parts(step, num_ranks, travel, fusedmoe::bytes(combine, results)));
+}
+
+/// All ranks fetch what they need, so nothing is counted.
+void PeerRows::send(const RowTensors& own, const ForwardArgs& args) {
+  if (peers().has_ended()) rules_.group->check();
+  set_fixed_counts();
+  check_received();
+  const std::vector<TensorView> tensors = travelling(own);
+  peers().publish(step_, {tensors, own.ids, own.weights}, args.stream);
+}
+
+void PeerRows::receive(Stream stream) {
+  const std::vector<TensorView> tensors = travelling(received_);
+  PulledRows rows{tensors, rules_.expert_map, rules_.num_local_experts, {}, {}, local_slots_};
+  if (local_slots_) fill_bytes(local_slots_, 0, stream);
+  if (rules_.per_slot()) {
+    rows.slot_rows = slot_rows_;
+    rows.ones = expert_rows_.weights;
+  }
+  peers().pull(step_, rows, stream);
+}
+
+/// The row of a slot has the slot's number. Nobody reads those of other ranks' experts.
+void PeerRows::expand_slots(ForwardArgs& args) {
+  const std::int64_t slots = rows_ * sizes_.topk;
+  const auto of_slots = [&](const TensorView& all) {
+    return TensorView(const_cast<void*>(all.data()), all.dtype(), {slots, 1}, rules_.device);
+  };
+  const auto expand = [&](TensorView& view, const TensorView& expanded) {
+    backend().copy_to_slots(slot_rows_.slice(0, 0, rows_), view, expanded, args.stream);
+    view = expanded.slice(0, 0, slots);
+  };
+  expand(args.hidden_states, expert_rows_.values);
+  if (expert_rows_.scales) expand(args.hidden_scales, expert_rows_.scales);
+  args.topk_ids = of_slots(args.topk_ids);
+  args.topk_weights = of_slots(expert_rows_.weights);
+}
+
+void PeerRows::give_back(const ForwardArgs& args) {
+  peers().tell_results(step_, args.stream);
+}
+
+void PeerRows::sum(const ForwardArgs& args) {
+  const core::ReduceArgs reduce = reduce_args(args);
+  PeerSum sum;
+  sum.output = reduce.output;
+  sum.accumulate = reduce.accumulate;
+  sum.results = rules_.combine_dtype;
+  sum.ids = keeps_ids() ? args.topk_ids : physical_ids_;
+  sum.physical_ranks = rules_.physical_ranks;
+  sum.per_slot = rules_.per_slot();
+  if (!reduce.router_weight_on_input) sum.weights = args.topk_weights;
+  if (rules_.parallel.ep_size == 1) sum.sources = rules_.owners;
+  peers().sum(step_, sum, args.stream);
+}
+
+/// The experts may take several passes, so the host must know how many rows they get. It waits.
+std::int64_t PeerRows::local_slots(const ForwardArgs& args) const {
+  std::int32_t count = 0;
+  copy(local_slots_, TensorView(&count, DType::kI32, {1}), args.stream);
+  synchronize(args.stream);
+  return count;
+}
+
+}  // namespace fusedmoe::layer

@@ -1,0 +1,33 @@
+// Rows between the GPUs of one host, which read each other's memory: each rank publishes its rows,
+// and the others fetch those that name one of their experts. Nothing is counted, packed or sent.
+// Experts leave what they compute where the rank that the tokens came from reads and adds it.
+#pragma once
+
+#include "layer/rank_step.h"
+#include "moe/peer_memory.h"
+
+namespace fusedmoe::layer {
+
+class PeerRows final : public RankStep {
+ public:
+  PeerRows(const RankRules& rules, const StepSizes& sizes, void* memory);
+
+  /// Bytes of the arena of each of `num_ranks` ranks that steps of such a layer need at most.
+  static std::size_t arena_bytes(const MoeConfig& config, const RankOptions& ranks, int num_ranks);
+
+ private:
+  void send(const RowTensors& own, const ForwardArgs& args) override;
+  void receive(Stream stream) override;
+  void expand_slots(ForwardArgs& args) override;
+  void give_back(const ForwardArgs& args) override;
+  void sum(const ForwardArgs& args) override;
+  std::int64_t local_slots(const ForwardArgs& args) const override;
+  bool keeps_ids() const override { return rules_.ids_stay; }
+
+  PeerMemory& peers() const { return *rules_.group->peers(); }
+
+  PeerStep step_;
+  TensorView local_slots_;  // (1) i32; undefined: the experts take all rows at once
+};
+
+}  // namespace fusedmoe::layer

@@ -1,0 +1,124 @@
+// Memory on the GPUs of one host that the kernels of all ranks map: each rank lends a block, its
+// *arena*. A step of a layer goes through it in four calls: publish(), pull(), tell_results() and
+// sum(); none of them waits on the host, and all can be recorded by a graph. What the ranks tell
+// each other in a step is in cuda/peers/protocol.h.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "fusedmoe/tensor.h"
+
+namespace fusedmoe {
+
+/// What all ranks agree about in a step, and where its parts lie in every arena: bytes from the
+/// beginning. A rank publishes its own rows there, and the ids and weights of its tokens in the
+/// arenas of all.
+struct PeerStep {
+  static constexpr int kMostTensors = 2;  ///< of rows: values and scales
+
+  std::uint32_t layer = 0, placement = 0;
+  std::int64_t most_tokens = 0;  ///< of any rank
+  std::int64_t topk = 0, row_bytes = 0;
+  std::int64_t ids = 0;                  ///< (ranks, most_tokens, topk) i32
+  std::int64_t weights = 0;              ///< (ranks, most_tokens, topk) f32
+  std::int64_t rows[kMostTensors] = {};  ///< (most_tokens, columns of the tensor)
+  std::int64_t results = 0;  ///< what this rank's experts leave for the tokens of all ranks
+};
+
+/// What a rank shows the others.
+struct PublishedRows {
+  std::span<const TensorView> tensors;  ///< (num_tokens, columns) each; rows may have a stride
+  TensorView ids;                       ///< (num_tokens, topk) i32, physical experts
+  TensorView weights;                   ///< (num_tokens, topk) f32
+};
+
+/// Where the rows that name an expert of this rank are put. Row t of rank r becomes row
+/// r * most_tokens + t; the others stay as they are.
+struct PulledRows {
+  std::span<const TensorView> tensors;  ///< (ranks * most_tokens, columns), as published
+  TensorView expert_map;                ///< (num_physical) i32; undefined: all are here
+  std::int64_t num_local_experts = 0;
+  /// Of every slot, where defined: its number, or -1 if its expert is another rank's, and a weight
+  /// of 1; (ranks * most_tokens, topk) i32 and f32.
+  TensorView slot_rows, ones;
+  /// (1) i32, where defined: += slots that name an expert of this rank.
+  TensorView local_slots;
+};
+
+/// How a rank adds what the experts of all ranks have left for its tokens.
+struct PeerSum {
+  TensorView output;  ///< (num_tokens, hidden)
+  bool accumulate = false;
+  DType results = DType::kF32;  ///< output has the same dtype, or f32; or results are f32
+  TensorView ids;               ///< (num_tokens, topk) i32, physical experts
+  TensorView physical_ranks;    ///< (num_physical) i32
+  /// True: a row of results for each slot, weighted and added in slot order. Else a row for each
+  /// token, added in rank order over the ranks that have an expert of it.
+  bool per_slot = false;
+  TensorView weights;  ///< (num_tokens, topk) f32; undefined: 1
+  std::span<const int>
+      sources;  ///< not empty: these ranks have a part of every token with an expert
+};
+
+class PeerMemory {
+ public:
+  /// What all ranks of a communicator are told.
+  struct Place {
+    Device device;  ///< of this rank
+    int rank = 0, size = 1;
+    std::vector<int> names;  ///< of the ranks, in errors
+    std::chrono::milliseconds patience{0};
+  };
+  /// An arena with room for `bytes`. Throws Error where this GPU cannot have one.
+  static std::shared_ptr<PeerMemory> make(const Place& place, std::size_t bytes);
+
+  virtual ~PeerMemory() = default;
+
+  // Set-up, by all ranks at the same time.
+  /// Bytes of each arena, its head included.
+  virtual std::size_t bytes() const = 0;
+  /// A number that no other arena of the host has.
+  virtual std::uint64_t mark() const = 0;
+  /// Maps the arena with this mark as that of the rank, if it is one of this process; else false.
+  /// No kernel may use that arena meanwhile.
+  virtual bool map(int rank, std::uint64_t mark) = 0;
+  /// A file descriptor of the arena for another process; the caller closes it.
+  virtual int descriptor() const = 0;
+  /// Maps what another process has made a descriptor of.
+  virtual void map_descriptor(int rank, int descriptor) = 0;
+  /// Reads the mark of every arena with a kernel. Throws Error where it finds another one.
+  virtual void check_marks(std::span<const std::uint64_t> marks) = 0;
+
+  /// This rank's arena.
+  virtual std::byte* own() const = 0;
+  /// Whether a step has gone through it: its address must stay.
+  virtual bool is_used() const = 0;
+  /// Why this rank's kernels have given up, for good; empty: they have not.
+  virtual std::string failure() const = 0;
+  /// Ends all waits of this rank's kernels, and all later ones.
+  virtual void abort() noexcept = 0;
+  /// Whether either has happened. Costs nothing.
+  virtual bool has_ended() const = 0;
+
+  // A step. Only enqueued.
+  /// Shows the others this rank's tokens, of which there may be none, and tells them so. Throws
+  /// Error where the step before has not come to sum(): both would lie at one place.
+  virtual void publish(const PeerStep& step, const PublishedRows& rows, Stream stream) = 0;
+  /// Waits for the tokens of all ranks, and fetches those that have an expert here.
+  virtual void pull(const PeerStep& step, const PulledRows& rows, Stream stream) = 0;
+  /// Tells the others that the experts have left their results.
+  virtual void tell_results(const PeerStep& step, Stream stream) = 0;
+  /// Waits for the results of all ranks, and adds them.
+  virtual void sum(const PeerStep& step, const PeerSum& sum, Stream stream) = 0;
+
+  /// Before what steps have in an arena: what ranks tell each other.
+  static std::size_t head_bytes();
+};
+
+}  // namespace fusedmoe

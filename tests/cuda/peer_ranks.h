@@ -1,0 +1,99 @@
+// Ranks whose rows go through the memory of their GPUs, all driven by one thread: the steps of all
+// begin before any computes, so nobody waits for a rank that has not begun, and one GPU suffices.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../unit/layer_problem.h"
+#include "fusedmoe/selection.h"
+#include "gpu_ranks.h"
+
+namespace fusedmoe::testing {
+
+/// Of one rank. Buffers stay where they are, as graphs hold their addresses.
+struct PeerBuffers {
+  Tensor x, output, workspace, ids, weights;
+
+  PeerBuffers(const MoeLayer& layer, std::int64_t tokens, std::int64_t most) {
+    const MoeConfig& config = layer.config();
+    x = Tensor::empty({tokens, config.hidden}, config.dtype, config.device);
+    output = Tensor::empty(x.shape(), config.dtype, config.device);
+    const std::size_t bytes =
+        std::max(layer.workspace_bytes(most), layer.workspace_bytes(most, true));
+    workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, config.device);
+    ids = Tensor::empty({tokens, config.topk}, DType::kI32, config.device);
+    weights = Tensor::empty({tokens, config.topk}, DType::kF32, config.device);
+  }
+  void fill(const Tensor& rows) const { copy(rows, x, Stream{x.device()}); }
+  Workspace scratch() const {
+    return {workspace.data(), static_cast<std::size_t>(workspace.numel())};
+  }
+};
+
+class PeerRanks {
+ public:
+  using Weights = std::function<LayerWeights(int rank)>;
+  using Options = std::function<void(int rank, LayerOptions& options)>;
+
+  /// On so many GPUs, in turns.
+  explicit PeerRanks(int size, int gpus = 1, std::chrono::milliseconds timeout = kPatient)
+      : communicators(static_cast<std::size_t>(size)) {
+    const auto control = make_thread_control_plane();
+    run_ranks(size, [&](int rank) {
+      const CommunicatorOptions options{timeout, Device{DeviceKind::kCuda, rank % gpus}, true,
+                                        true};
+      communicators[rank] = std::make_shared<Communicator>(rank, size, control, nullptr, options);
+    });
+  }
+  /// As nothing grows behind the first forward.
+  void reserve(std::size_t bytes) const {
+    run_ranks(size(), [&](int rank) { EXPECT_EQ(communicators[rank]->map_peers(bytes), ""); });
+  }
+  int size() const { return static_cast<int>(communicators.size()); }
+
+  /// A layer on every rank.
+  std::vector<std::unique_ptr<MoeLayer>> make(
+      const LayerWeights& weights, std::int64_t most, bool batch_invariant = false,
+      const Options& set = [](int, LayerOptions&) {}) const {
+    std::vector<std::unique_ptr<MoeLayer>> layers(communicators.size());
+    run_ranks(size(), [&](int rank) {
+      LayerOptions options = options_of(communicators[rank]->device(), batch_invariant);
+      options.require += "+all2all";
+      options.ranks.communicator = communicators[rank];
+      options.ranks.max_tokens_per_rank = most;
+      set(rank, options);
+      layers[rank] = std::make_unique<MoeLayer>(weights, options);
+    });
+    return layers;
+  }
+
+  Communicators communicators;
+};
+
+inline std::string rows_travel(const MoeLayer& layer) {
+  return Plan::parse(layer.plan_json()).rows_travel;
+}
+
+/// One step of all ranks, enqueued. `routed`: with the ids and weights of the buffers.
+inline void run_all(const std::vector<std::unique_ptr<MoeLayer>>& layers,
+                    const std::vector<PeerBuffers>& buffers, const ForwardOptions& options,
+                    bool routed = false) {
+  std::vector<MoeLayer::Step> steps;
+  for (std::size_t r = 0; r < layers.size(); ++r) {
+    const PeerBuffers& own = buffers[r];
+    steps.push_back(routed ? layers[r]->begin_routed(own.x, {own.ids, own.weights}, own.output,
+                                                     own.scratch(), options)
+                           : layers[r]->begin(own.x, own.output, own.scratch(), options));
+  }
+  for (MoeLayer::Step& step : steps) step.compute();
+  for (MoeLayer::Step& step : steps) step.finish();
+}
+
+inline void wait_for_all(const std::vector<std::unique_ptr<MoeLayer>>& layers) {
+  for (const auto& layer : layers) synchronize(Stream{layer->config().device});
+}
+
+}  // namespace fusedmoe::testing
