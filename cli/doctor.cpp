@@ -269,6 +269,24 @@ Finding tcp_test() {
   return self_test("tcp", exchanged(2), [&] { run_local_ranks(2, "cpu", join, kTestTimeout); });
 }
 
+/// The GPUs map each other's memory, or two ranks share the one that there is.
+Finding peer_memory_test(int gpus) {
+  const auto map = [&](const std::shared_ptr<Communicator>& thread) {
+    const int rank = thread->rank(), size = thread->size();
+    const auto gather = [&](const std::string& text) { return thread->gather(text, "joining"); };
+    const CommunicatorOptions options{kTestTimeout, Device{DeviceKind::kCuda, rank % gpus}, true,
+                                      true};
+    Communicator ranks(rank, size, make_control_plane(rank, size, gather, kTestTimeout), nullptr,
+                       options);
+    const std::string problem = ranks.map_peers(std::size_t{1} << 20);
+    if (!problem.empty()) throw Error::communication(problem);
+    ranks.barrier();
+  };
+  const int size = std::max(gpus, 2);
+  return self_test("peer memory", fmt::format("{} ranks read each other's marks", size),
+                   [&] { run_local_ranks(size, "cpu", map, kTestTimeout); });
+}
+
 /// Calls test(communicator) in this process and in a child of it, which meet in a folder.
 void run_two_processes(const RankFunction& test) {
   std::error_code missing;
@@ -341,6 +359,7 @@ std::vector<Finding> comm_findings() {
     }));
   }
   if (gpus > 0) findings.push_back(threads_test("threads on cuda:0", 2, "cuda:0"));
+  if (gpus > 0 && !launched()) findings.push_back(peer_memory_test(gpus));
   if (gpus > 1 && !launched()) findings.push_back(threads_test("nccl self test", gpus, "cuda"));
   return findings;
 }

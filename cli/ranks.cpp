@@ -49,7 +49,7 @@ void bind_to_share(int rank, int num_ranks) {
 }
 
 std::shared_ptr<Communicator> join(const Launch& launch, const std::string& device,
-                                   std::chrono::seconds timeout) {
+                                   std::chrono::seconds timeout, std::optional<bool> peer_memory) {
   const bool nccl = device == "cuda";
   if (!nccl && device != "cpu") {
     throw Error("--device", device, "cpu, or cuda with a GPU for each rank");
@@ -62,9 +62,9 @@ std::shared_ptr<Communicator> join(const Launch& launch, const std::string& devi
     const auto gather = [&](const std::string& text) { return over->gather(text, "joining"); };
     const int rank = launch.rank, size = launch.size;
     return make_communicator(rank, size, make_control_plane(rank, size, gather, timeout),
-                             {timeout, own});
+                             {timeout, own, true, peer_memory});
   }
-  return join_processes(launch, {timeout, own});
+  return join_processes(launch, {timeout, own, true, peer_memory});
 }
 
 }  // namespace
@@ -130,7 +130,7 @@ const std::optional<Launch>& launched() {
 }
 
 void run_local_ranks(int num_ranks, const std::string& device, const RankFunction& function,
-                     std::chrono::seconds timeout) {
+                     std::chrono::seconds timeout, std::optional<bool> peer_memory) {
   const bool nccl = device == "cuda";
   if (nccl && num_ranks > cuda_device_count()) {
     throw Error(
@@ -154,7 +154,8 @@ void run_local_ranks(int num_ranks, const std::string& device, const RankFunctio
         if (nccl) {
           // By each rank's thread: over NCCL they wait for each other.
           const Device own{DeviceKind::kCuda, rank};
-          communicator = make_communicator(rank, num_ranks, control, {timeout, own});
+          communicator =
+              make_communicator(rank, num_ranks, control, {timeout, own, true, peer_memory});
         }
         function(communicator);
         communicator->barrier();
@@ -171,9 +172,9 @@ void run_local_ranks(int num_ranks, const std::string& device, const RankFunctio
 }
 
 void run_on_ranks(int num_ranks, const std::string& device, const RankFunction& function,
-                  std::chrono::seconds timeout) {
+                  std::chrono::seconds timeout, std::optional<bool> peer_memory) {
   const std::optional<Launch>& launch = launched();
-  if (!launch) return run_local_ranks(num_ranks, device, function, timeout);
+  if (!launch) return run_local_ranks(num_ranks, device, function, timeout, peer_memory);
   put_rank_in_front(launch->rank);
   if (launch->size != num_ranks) {
     throw Error::invalid("--ep, --tp and --dp",
@@ -181,7 +182,7 @@ void run_on_ranks(int num_ranks, const std::string& device, const RankFunction& 
                                      "processes",
                                      num_ranks, launch->launcher, launch->size));
   }
-  const std::shared_ptr<Communicator> communicator = join(*launch, device, timeout);
+  const std::shared_ptr<Communicator> communicator = join(*launch, device, timeout, peer_memory);
   try {
     function(communicator);
     communicator->barrier();

@@ -39,14 +39,16 @@ inline constexpr std::chrono::seconds kRankTimeout{60};
 
 /// Calls function with each rank's communicator, on a thread of its own. "cpu": in memory; "cuda":
 /// over NCCL, rank i on cuda:i; "cuda:i": all on one GPU, in its memory. Throws the first rank's
-/// Error when one has failed; the others then end too.
+/// Error when one has failed; the others then end too. `peer_memory`: see CommunicatorOptions.
 void run_local_ranks(int num_ranks, const std::string& device, const RankFunction& function,
-                     std::chrono::seconds timeout = kRankTimeout);
+                     std::chrono::seconds timeout = kRankTimeout,
+                     std::optional<bool> peer_memory = {});
 
 /// The same, but where a launcher has started the ranks as processes, this one's alone: over MPI
 /// or TCP, with "cuda" over NCCL on the GPU of its number on the host.
 void run_on_ranks(int num_ranks, const std::string& device, const RankFunction& function,
-                  std::chrono::seconds timeout = kRankTimeout);
+                  std::chrono::seconds timeout = kRankTimeout,
+                  std::optional<bool> peer_memory = {});
 
 /// CPU threads for each rank of this host.
 int threads_of_rank(const Communicator& communicator);

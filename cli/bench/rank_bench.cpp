@@ -37,6 +37,7 @@ class RankBench {
   void dispatch();
   void run_experts();
   void combine();
+  RankPhases row_phases();
   void time_rows(RankRow& row);
   void time_bare(RankRow& row);
   void time_steps(RankRow& row);
@@ -59,6 +60,7 @@ class RankBench {
            static_cast<int>(ranks_of_rows(config_.parallel, transport_).size()) ==
                communicator_->size();
   }
+  bool by_peer_memory() const { return prepare_finalize_->rows_travel() == "peer memory"; }
   bool uses_graphs() const { return fixed_sizes_ && communicator_->backend() == "nccl"; }
 
   const RankBenchOptions& options_;
@@ -236,12 +238,23 @@ void RankBench::combine() {
   prepare_finalize_->finish_finalize(args_);
 }
 
+/// Dispatch and combine, which follow each other. In graphs each is replayed many times before the
+/// next is; but ranks that read each other's memory begin no step before all have ended the last,
+/// so there the two are one phase.
+RankPhases RankBench::row_phases() {
+  if (!uses_graphs() || !by_peer_memory()) return {[&] { dispatch(); }, [&] { combine(); }};
+  return {[&] {
+    dispatch();
+    combine();
+  }};
+}
+
 /// Dispatch and combine; on the CPU copies in turns with them, so that caches hold as little of
 /// what is copied.
 void RankBench::time_rows(RankRow& row) {
   dispatch();
   combine();
-  RankPhases phases{[&] { dispatch(); }, [&] { combine(); }};
+  RankPhases phases = row_phases();
   const std::vector<Message> sent = messages(false, sent_row_bytes());
   // Back goes what came, and then both messages of the sum.
   std::vector<Message> returned = messages(true, returned_row_bytes());
@@ -257,6 +270,7 @@ void RankBench::time_rows(RankRow& row) {
     return bytes;
   };
   std::vector<double> mine = timer_.medians_us(phases);
+  if (phases.size() == 1) mine.push_back(0);
   mine.resize(4);
   if (!travels()) mine[0] = 0;  // what the experts read was made here
   mine.insert(mine.end(), {bytes_of(sent), bytes_of(returned)});
@@ -312,9 +326,10 @@ void RankBench::time_steps(RankRow& row) {
     combine();
   };
   if (!device_.is_cpu()) {
-    const ValuesByRank all = gather_values(
-        *communicator_,
-        timer_.medians_us({step, [&] { dispatch(); }, [&] { run_experts(); }, [&] { combine(); }}));
+    RankPhases phases = row_phases();
+    phases.insert(phases.end() - (phases.size() > 1 ? 1 : 0), [&] { run_experts(); });
+    phases.insert(phases.begin(), step);
+    const ValuesByRank all = gather_values(*communicator_, timer_.medians_us(phases));
     row.step_us = largest_of(values_of(all, 0));
     row.ranks.experts_us = values_of(all, 2);
     row.experts_us = largest_of(row.ranks.experts_us);
@@ -337,11 +352,22 @@ RankRow RankBench::run() {
   RankRow row;
   row.transport = transport_.name();
   row.fixed_sizes = fixed_sizes_;
+  row.by_peer_memory = by_peer_memory();
   row.num_tokens = num_tokens_;
   time_rows(row);
   time_bare(row);
   if (experts_.experts) time_steps(row);
   return row;
+}
+
+/// For the most tokens: the memory that GPUs lend each other cannot grow behind the first step.
+void map_peers(const RankBenchOptions& options, Communicator& rank,
+               const PrepareFinalizeDescriptor& transport) {
+  Selection selection = select(rank_config(options, rank.rank(), rank.device()));
+  selection.prepare_finalize = &transport;
+  RankOptions most;
+  most.max_tokens_per_rank = *std::max_element(options.tokens.begin(), options.tokens.end());
+  if (const std::size_t bytes = selection.peer_bytes(most); bytes > 0) rank.map_peers(bytes);
 }
 
 }  // namespace
@@ -354,34 +380,42 @@ void run_rank_bench(const RankBenchOptions& options) {
                          "all ranks have the same tokens");
   }
   const auto transports = rank_transports(options);
+  // What ranks on several hosts cost is to be known of messages.
+  const bool messages = options.messages || !options.calibrate.empty();
   // A sum over ranks always has the same size.
   const std::vector<bool> sizes = travels ? std::vector{false, true} : std::vector{true};
   std::vector<RankRow> rows;
   std::string backend, device;
   RankLink link;
   double expert_bytes = 0;
-  run_on_ranks(options.num_ranks(), options.device, [&](std::shared_ptr<Communicator> rank) {
-    if (launched() && options.threads == 0) set_num_threads(threads_of_rank(*rank));
-    const RankLink measured = measure_link(*rank);
-    const RankExperts experts = make_experts(options, rank->rank(), rank->device());
-    for (const PrepareFinalizeDescriptor* transport : transports) {
-      for (const bool fixed_sizes : sizes) {
-        for (const std::int64_t tokens : options.tokens) {
-          const RankRow row =
-              RankBench(options, rank, experts, *transport, fixed_sizes, tokens).run();
-          if (rank->rank() > 0) continue;
-          backend = rank->backend();
-          device = device_name(rank->device());
-          link = measured;
-          if (experts.experts) {
-            expert_bytes = static_cast<double>(experts.weights->nbytes()) /
-                           static_cast<double>(experts.weights->info().num_experts);
-          }
-          rows.push_back(row);
+  run_on_ranks(
+      options.num_ranks(), options.device,
+      [&](std::shared_ptr<Communicator> rank) {
+        if (launched() && options.threads == 0) set_num_threads(threads_of_rank(*rank));
+        const RankLink measured = measure_link(*rank);
+        const RankExperts experts = make_experts(options, rank->rank(), rank->device());
+        for (const PrepareFinalizeDescriptor* transport : transports) {
+          map_peers(options, *rank, *transport);
         }
-      }
-    }
-  });
+        for (const PrepareFinalizeDescriptor* transport : transports) {
+          for (const bool fixed_sizes : sizes) {
+            for (const std::int64_t tokens : options.tokens) {
+              const RankRow row =
+                  RankBench(options, rank, experts, *transport, fixed_sizes, tokens).run();
+              if (rank->rank() > 0) continue;
+              backend = row.by_peer_memory ? "peer memory" : rank->backend();
+              device = device_name(rank->device());
+              link = measured;
+              if (experts.experts) {
+                expert_bytes = static_cast<double>(experts.weights->nbytes()) /
+                               static_cast<double>(experts.weights->info().num_experts);
+              }
+              rows.push_back(row);
+            }
+          }
+        }
+      },
+      kRankTimeout, messages ? std::optional(false) : std::nullopt);
   if (rows.empty()) return;  // rank 0, another process, has them
   (options.json ? print_rank_json : print_rank_table)(options, backend, link, rows);
   if (options.calibrate.empty()) return;

@@ -25,7 +25,7 @@ std::string describe(const RankBenchOptions& options) {
   return fmt::format("{} ranks ({})", options.num_ranks(), text);
 }
 
-void print_notes(bool travels, bool copies, bool steps) {
+void print_notes(bool travels, bool copies, bool steps, bool together) {
   fmt::print(
       "\nTimes and bytes are those of the rank with most.\n"
       "bare: the data plane alone for the same bytes.\n");
@@ -38,6 +38,10 @@ void print_notes(bool travels, bool copies, bool steps) {
         "All ranks have the same tokens, so no rows travel. combine: the sum over the ranks. back: "
         "what leaves a rank for it. link: its share of {}",
         cached);
+  }
+  if (together) {
+    fmt::print(
+        "By peer memory dispatch and combine of fixed sizes are timed together, under dispatch.\n");
   }
   if (copies) {
     fmt::print("memcpy: one copy of {}; its ratio is {} / memcpy.\n",
@@ -88,7 +92,10 @@ void print_rank_table(const RankBenchOptions& options, std::string_view backend,
     }
     fmt::print("\n");
   }
-  print_notes(travels, copies, steps);
+  const bool together = std::any_of(rows.begin(), rows.end(), [](const RankRow& row) {
+    return row.by_peer_memory && row.fixed_sizes;
+  });
+  print_notes(travels, copies, steps, together);
 }
 
 void print_rank_json(const RankBenchOptions& options, std::string_view backend,

@@ -16,6 +16,7 @@ namespace fusedmoe::cli {
 struct RankRow {
   std::string transport;
   bool fixed_sizes = false;
+  bool by_peer_memory = false;  // of GPUs, and not as messages
   std::int64_t num_tokens = 0;
   double dispatch_us = 0, bare_dispatch_us = 0, combine_us = 0, bare_combine_us = 0;
   double copy_us = 0;  // memcpy of what is sent and of what returns; on the CPU
@@ -33,6 +34,7 @@ struct RankRow {
     return 1e6 * sent_bytes / dispatch_us / link.bytes_per_second;
   }
   double combine_share(const RankLink& link) const {
+    if (combine_us == 0) return 0;  // it is in dispatch_us
     return 1e6 * returned_bytes / combine_us / link.bytes_per_second;
   }
 };
