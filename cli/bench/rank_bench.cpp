@@ -63,7 +63,6 @@ class RankBench {
   bool by_peer_memory() const { return prepare_finalize_->rows_travel() == "peer memory"; }
   bool uses_graphs() const { return fixed_sizes_ && communicator_->backend() == "nccl"; }
 
-  const RankBenchOptions& options_;
   std::shared_ptr<Communicator> communicator_;
   const RankExperts& experts_;
   const PrepareFinalizeDescriptor& transport_;
@@ -83,8 +82,7 @@ class RankBench {
 RankBench::RankBench(const RankBenchOptions& options, std::shared_ptr<Communicator> communicator,
                      const RankExperts& experts, const PrepareFinalizeDescriptor& transport,
                      bool fixed_sizes, std::int64_t num_tokens)
-    : options_(options),
-      communicator_(std::move(communicator)),
+    : communicator_(std::move(communicator)),
       experts_(experts),
       transport_(transport),
       fixed_sizes_(fixed_sizes),

@@ -150,9 +150,10 @@ RankCosts costs_of(const RankBenchOptions& options, std::string_view device, dou
                    const std::vector<RankRow>& rows) {
   const std::string source =
       fmt::format("bench --ep {} on {}, {}", options.num_ranks(), device, name(options.scheme));
-  const auto [fewest, most] = std::minmax_element(
+  const auto ends = std::minmax_element(
       rows.begin(), rows.end(),
       [](const RankRow& a, const RankRow& b) { return a.num_tokens < b.num_tokens; });
+  const std::int64_t fewest = ends.first->num_tokens, most = ends.second->num_tokens;
   const auto fastest = [&](std::int64_t num_tokens, double RankRow::*time) {
     const RankRow* found = nullptr;
     for (const RankRow& row : rows) {
@@ -162,7 +163,7 @@ RankCosts costs_of(const RankBenchOptions& options, std::string_view device, dou
     return *found;
   };
   const auto link = [&](double RankRow::*bytes, double RankRow::*time) {
-    const RankRow few = fastest(fewest->num_tokens, time), many = fastest(most->num_tokens, time);
+    const RankRow few = fastest(fewest, time), many = fastest(most, time);
     return fit_link({few.*bytes, few.*time}, {many.*bytes, many.*time}, source);
   };
   const ModelConfig& model = options.model;
@@ -177,7 +178,7 @@ RankCosts costs_of(const RankBenchOptions& options, std::string_view device, dou
   RankCosts costs = default_rank_costs();
   costs.dispatch = link(&RankRow::sent_bytes, &RankRow::dispatch_us);
   costs.combine = link(&RankRow::returned_bytes, &RankRow::combine_us);
-  costs.experts = fit_experts(experts(fewest->num_tokens), experts(most->num_tokens), source);
+  costs.experts = fit_experts(experts(fewest), experts(most), source);
   return costs;
 }
 
