@@ -120,6 +120,9 @@ TensorView scalar_of(const TensorView& stacked, std::int64_t expert, std::int64_
   return row.slice(0, index, index + 1);
 }
 
+/// Views may have more without memory of their own; each takes some here.
+constexpr std::int64_t kMostExperts = 1 << 20;
+
 class Stacks {
  public:
   Stacks(const ExpertWeights::Stacked& stacked, const QuantScheme& scheme, bool gated)
@@ -132,6 +135,8 @@ class Stacks {
         num_experts_(w13_.size(0)),
         rows_(w13_.size(1)),
         split_(rows_, gated, stacked.gate_up_layout) {
+    FUSEDMOE_CHECK_FAULT(num_experts_ <= kMostExperts, kShape, "w13", core::describe(stacked.w13),
+                         core::format("of at most {} experts", kMostExperts));
     FUSEDMOE_CHECK_FAULT(!gated || rows_ % 2 == 0, kShape, "w13", core::describe(stacked.w13),
                          "of an even number of gate and up rows");
     check_values();

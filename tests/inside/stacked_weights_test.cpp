@@ -212,6 +212,20 @@ TEST(StackedWeightsTest, ScalarsPerExpertOrPerHalf) {
             std::string::npos);
 }
 
+TEST(StackedWeightsTest, ViewsOfTooManyExpertsAreRefused) {
+  const QuantScheme scheme = scheme_of("bf16");
+  Stacked stacked = stack_of(scheme);
+  for (Tensor Stacked::*part : {&Stacked::w13, &Stacked::w2}) {
+    Tensor& one = stacked.*part;
+    const Shape many{std::int64_t{1} << 40, one.size(1), one.size(2)};
+    one = Tensor(TensorView(one.data(), one.dtype(), many, {0, one.size(2), 1}, {}), one.owner());
+  }
+  EXPECT_NE(testing::error_text([&] {
+              ExpertWeights::from_stacked(stacked, scheme, Activation::kSilu);
+            }).find("must be of at most 1048576 experts"),
+            std::string::npos);
+}
+
 struct Spoiled {
   std::string name;
   std::string scheme;
