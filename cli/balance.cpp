@@ -37,6 +37,7 @@ std::int64_t count_moves(const ExpertPlacement& before, const ExpertPlacement& a
 
 void run(const Options& options) {
   begin_outputs({options.output}, options.force);
+  check_output("--output", options.output, {{options.routing, "the file of --routing"}});
   const LoadStatistics load = recorded_load(options.routing);
   const std::vector<double> rows(load.rows_per_expert.begin(), load.rows_per_expert.end());
   BalanceOptions balance = options.balance;

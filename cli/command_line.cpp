@@ -152,7 +152,12 @@ Option Command::add_option(const std::string& name, Value& value, const char* ki
                            const std::string& help) {
   CLI::Option* parsed = app_->add_option(name, value, help);
   if constexpr (std::is_integral_v<Value>) parsed->check(range_check<Value>());
-  Option option(parsed, describe(name, help, kind));
+  OptionInfo* info = describe(name, help, kind);
+  // As of a script's variable that is not set: what was asked for must not be left out.
+  parsed->check([needs = "was empty; needs a value: " + info->value()](const std::string& text) {
+    return text.empty() ? needs : std::string();
+  });
+  Option option(parsed, info);
   if constexpr (std::is_unsigned_v<Value>) option.not_negative();  // CLI11 takes -1 for 2^64 - 1
   return option;
 }

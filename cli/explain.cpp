@@ -13,6 +13,7 @@
 #include "commands.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
+#include "outputs.h"
 #include "ranks.h"
 #include "sources.h"
 #include "support.h"
@@ -199,6 +200,9 @@ void print_text(const ExplainOptions& options, const LayerGroup& group, const Se
 std::vector<LayerGroup> group_layers(const ExplainOptions& options) {
   const LayerSource& source = options.source;
   const Checkpoint checkpoint = open_checkpoint(source.checkpoint, source.family);
+  std::vector<FileRead> read = files_of(checkpoint);
+  read.push_back({source.family, "the file of --family"});
+  check_output("--save-plan", options.save_plan, read);
   const std::vector<std::int64_t> layers = moe_layers_of(checkpoint, source.checkpoint);
   chosen_layer(source.layer, layers);  // an Error if it is not there
   std::vector<LayerGroup> groups;

@@ -5,7 +5,9 @@
 
 #include <csignal>
 #include <cstdio>
+#include <filesystem>
 #include <iostream>
+#include <system_error>
 #include <thread>
 
 #include "files/output.h"
@@ -16,6 +18,7 @@ namespace {
 
 /// A thread of its own waits for the signals, because a handler may not remove files.
 void clean_up_on_signals() {
+  std::signal(SIGXFSZ, SIG_IGN);  // a file beyond `ulimit -f` is an Error, as a full disk is
   sigset_t signals;
   sigemptyset(&signals);
   for (const int number : {SIGINT, SIGTERM, SIGHUP}) {
@@ -65,6 +68,23 @@ void begin_outputs(const std::vector<std::string>& outputs, bool force) {
   clean_up_on_signals();
   for (const std::string& output : outputs) {
     if (!output.empty()) clear_leftovers(output, force);
+  }
+}
+
+std::vector<FileRead> files_of(const Checkpoint& checkpoint) {
+  std::vector<FileRead> read;
+  for (const std::string& file : checkpoint.files()) {
+    read.push_back({file, "a file of the checkpoint"});
+  }
+  return read;
+}
+
+void check_output(const char* option, const std::string& output,
+                  const std::vector<FileRead>& read) {
+  std::error_code unknown;  // where one of them is not there
+  for (const auto& [path, what] : read) {
+    if (path.empty() || !std::filesystem::equivalent(output, path, unknown)) continue;
+    throw Error::invalid(option, fmt::format("{} {} is {}: name another", option, output, what));
   }
 }
 

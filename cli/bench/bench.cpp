@@ -322,11 +322,14 @@ void add_bench(Program& program) {
   command.add_option("--dtype", options->dtype, "DTYPE", "Of the hidden states")
       .one_of({"bf16", "f16", "f32"})
       .show_default();
-  command.add_option("--skew", options->skew, "NAME", "How tokens spread over experts")
-      .one_of({"balanced", "zipf"})
-      .show_default();
-  command.add_option("--replay-routing", options->replay_routing, "PATH",
-                     "Take ids and weights in turn from a file of --record-routing");
+  const Option skew =
+      command.add_option("--skew", options->skew, "NAME", "How tokens spread over experts")
+          .one_of({"balanced", "zipf"})
+          .show_default();
+  command
+      .add_option("--replay-routing", options->replay_routing, "PATH",
+                  "Take ids and weights in turn from a file of --record-routing")
+      .excludes(skew);
   command.add_option("--record-routing", options->record_routing, "PATH",
                      "Draw the ids and weights first, and keep them in this safetensors file");
   command.add_option("--threads", options->threads, "N", "CPU threads; default: all cores")

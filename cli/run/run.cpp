@@ -8,6 +8,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "commands.h"
@@ -23,32 +24,32 @@
 namespace fusedmoe::cli {
 namespace {
 
-/// Files that are written replace files of that name: none may be one that the program reads.
-void check_output(const RunOptions& options, const Checkpoint& checkpoint, const char* option,
-                  const std::string& path) {
-  namespace fs = std::filesystem;
-  std::error_code ignored;
-  const auto check_other = [&](const std::string& read, const char* what) {
-    if (!read.empty() && fs::equivalent(path, read, ignored)) {
-      throw Error::invalid(option, fmt::format("{} {} is {}: name another", option, path, what));
-    }
-  };
-  check_other(options.input.path, "the file of --input");
-  check_other(options.replay_routing, "the file of --replay-routing");
-  check_other(options.plan, "the file of --plan");
-  for (const std::string& file : checkpoint.files()) check_other(file, "a file of the checkpoint");
-  const fs::file_status status = fs::status(path, ignored);
-  if (fs::exists(status) && !fs::is_regular_file(status)) {
-    throw Error::invalid(option, fmt::format("{} {} is not a regular file", option, path));
-  }
+/// The same for every spelling of a file, also of one that is not there yet.
+std::filesystem::path place_of(const std::string& path) {
+  std::error_code unknown;
+  const std::filesystem::path place = std::filesystem::absolute(path, unknown);
+  return std::filesystem::weakly_canonical(place, unknown);
 }
 
 void check_outputs(const RunOptions& options, const Checkpoint& checkpoint) {
-  if (!options.output.empty()) check_output(options, checkpoint, "--output", options.output);
-  if (options.record_routing.empty()) return;
-  check_output(options, checkpoint, "--record-routing", options.record_routing);
-  if (std::filesystem::weakly_canonical(options.record_routing) ==
-      std::filesystem::weakly_canonical(options.output)) {
+  namespace fs = std::filesystem;
+  std::vector<FileRead> read = files_of(checkpoint);
+  read.push_back({options.family, "the file of --family"});
+  read.push_back({options.input.path, "the file of --input"});
+  read.push_back({options.replay_routing, "the file of --replay-routing"});
+  read.push_back({options.plan, "the file of --plan"});
+  for (const auto& [option, path] : {std::pair{"--output", options.output},
+                                     std::pair{"--record-routing", options.record_routing}}) {
+    if (path.empty()) continue;
+    check_output(option, path, read);
+    std::error_code unknown;
+    const fs::file_status status = fs::status(path, unknown);
+    if (fs::exists(status) && !fs::is_regular_file(status)) {
+      throw Error::invalid(option, fmt::format("{} {} is not a regular file", option, path));
+    }
+  }
+  if (options.output.empty() || options.record_routing.empty()) return;
+  if (place_of(options.record_routing) == place_of(options.output)) {
     throw Error::invalid("--record-routing",
                          fmt::format("--record-routing {} is the file of --output: name another",
                                      options.record_routing));
@@ -180,9 +181,10 @@ void add_run(Program& program) {
                          "Implementation that must run (see explain); default: the best");
   command.add_flag("--hooks", options->hooks,
                    "Only experts that can call hooks between their steps");
-  command.add_flag("--monolithic", options->monolithic,
-                   "Only experts that choose each token's experts themselves, without a router "
-                   "before them");
+  const Option monolithic =
+      command.add_flag("--monolithic", options->monolithic,
+                       "Only experts that choose each token's experts themselves, without a router "
+                       "before them");
   command.add_flag("--batch-invariant", options->batch_invariant,
                    "Only experts whose rows do not depend on their batch");
   command.add_option("--dtype", options->dtype, "DTYPE", "Of hidden states and output")
@@ -208,8 +210,10 @@ void add_run(Program& program) {
       .excludes(experts);
   command.add_option("--record-routing", options->record_routing, "PATH",
                      "Safetensors file to write: topk_ids, topk_weights");
-  command.add_option("--replay-routing", options->replay_routing, "PATH",
-                     "Take ids and weights from such a file instead of the router");
+  command
+      .add_option("--replay-routing", options->replay_routing, "PATH",
+                  "Take ids and weights from such a file instead of the router")
+      .excludes(monolithic);
   command.add_flag("--load", options->load, "Print the load of the experts as a table");
   const Option chart =
       command.add_flag("--load-chart", options->load_chart, "Print the tokens per expert as bars");

@@ -180,10 +180,12 @@ CheckpointFiles open_checkpoint_files(const fs::path& path, OpenOptions options,
   try {
     if (fs::is_directory(path)) return open_directory(path, options, family);
     if (files::is_gguf(path)) return open_gguf(path, options);
+    FUSEDMOE_CHECK_IO(
+        path.extension() != ".json", path.string(),
+        core::format("{} is no checkpoint: name the directory that it is in", path.string()));
     return single_file({path.string(), SafetensorsFile::open(path, options)});
   } catch (const fs::filesystem_error& error) {
-    throw Error::io(path.string(),
-                    core::format("cannot read {}: {}", path.string(), error.code().message()));
+    files::fail_system(path, "read", error);
   }
 }
 

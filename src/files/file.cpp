@@ -19,6 +19,12 @@ void fail_system(const std::filesystem::path& path, const char* action) {
   throw Error::io(path.string(), core::format("cannot {} {}: {}", action, path.string(), reason));
 }
 
+void fail_system(const std::filesystem::path& path, const char* action,
+                 const std::filesystem::filesystem_error& error) {
+  errno = error.code().value();
+  fail_system(path, action);
+}
+
 namespace {
 
 struct stat status_of(int descriptor, const std::filesystem::path& path) {

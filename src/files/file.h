@@ -53,6 +53,9 @@ std::string read_text(const std::filesystem::path& path, std::size_t max_bytes);
 
 /// Throws the Error "cannot <action> <path>: <what errno says>".
 [[noreturn]] void fail_system(const std::filesystem::path& path, const char* action);
+/// The same of what the standard library threw.
+[[noreturn]] void fail_system(const std::filesystem::path& path, const char* action,
+                              const std::filesystem::filesystem_error& error);
 
 /// Flushes a directory entry, so that a rename survives a crash. Best effort.
 void sync_directory(const std::filesystem::path& directory);

@@ -328,6 +328,8 @@ Tensor GgufFile::read(const Tensor& tensor) const {
 }
 
 bool is_gguf(const std::filesystem::path& path) {
+  std::error_code unknown;
+  if (!std::filesystem::is_regular_file(path, unknown)) return false;  // a pipe would wait
   std::array<char, 4> begin{};
   std::ifstream file(path, std::ios::binary);
   return file.read(begin.data(), begin.size()) && std::string_view(begin.data(), 4) == kMagic;

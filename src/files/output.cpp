@@ -235,7 +235,7 @@ void Partial::move_to(const fs::path& target, const fs::path& shown) {
   sync_directory(folder_of(target));
 }
 
-OutputFile::OutputFile(const fs::path& path) : shown_(path), target_(resolved(path)) {
+OutputFile::OutputFile(const fs::path& path) try : shown_(path), target_(resolved(path)) {
   const fs::file_status status = fs::status(path);
   FUSEDMOE_CHECK_IO(!fs::is_directory(status), shown_.string(),
                     core::format("cannot write {}: it is a folder", shown_.string()));
@@ -253,6 +253,8 @@ OutputFile::OutputFile(const fs::path& path) : shown_(path), target_(resolved(pa
   // Of its own: the lock is held until the file has its name.
   writer_ =
       std::make_unique<FileWriter>(::fcntl(partial_->descriptor(), F_DUPFD_CLOEXEC, 0), shown_);
+} catch (const fs::filesystem_error& error) {
+  fail_system(path, "write", error);
 }
 
 void OutputFile::finish() {
@@ -261,7 +263,7 @@ void OutputFile::finish() {
   if (partial_) partial_->move_to(target_, shown_);
 }
 
-OutputFolder::OutputFolder(const fs::path& path)
+OutputFolder::OutputFolder(const fs::path& path) try
     : shown_(path), target_(named(resolved(named(path)))), exists_(fs::exists(target_)) {
   const auto name = target_.filename();
   const fs::path folder = exists_ ? target_ : folder_of(target_);
@@ -287,6 +289,8 @@ OutputFolder::OutputFolder(const fs::path& path)
         !busy, shown_.string(),
         core::format("cannot write to {}: another run is writing there", shown_.string()));
   }
+} catch (const fs::filesystem_error& error) {
+  fail_system(path, "write", error);
 }
 
 std::unique_ptr<FileWriter> OutputFolder::create(const std::string& name) {
@@ -337,7 +341,7 @@ void OutputFolder::move_files(std::string_view last) {
   sync_directory(target_);
 }
 
-std::vector<Leftover> find_leftovers(const fs::path& output) {
+std::vector<Leftover> find_leftovers(const fs::path& output) try {
   const fs::path target = named(resolved(named(output)));
   const fs::path name = target.filename();
   std::vector<Leftover> result;
@@ -347,6 +351,8 @@ std::vector<Leftover> find_leftovers(const fs::path& output) {
     }
   }
   return result;
+} catch (const fs::filesystem_error& error) {
+  fail_system(output, "write", error);
 }
 
 bool remove_leftover(const fs::path& path) {

@@ -12,6 +12,7 @@
 #include "checkpoint/opened_checkpoint.h"
 #include "checkpoint/quant_config.h"
 #include "core/check.h"
+#include "files/file.h"
 #include "files/json.h"
 #include "fusedmoe/quant.h"
 #include "quant/quantize.h"
@@ -396,8 +397,7 @@ std::int64_t quantize_checkpoint(const fs::path& source, const QuantizeCheckpoin
         checkpoint::open_checkpoint(checkpoint::open_checkpoint_files(source), source.string());
     return CheckpointQuantizer(std::move(opened), options).write(directory);
   } catch (const fs::filesystem_error& error) {
-    throw Error::io(directory.string(), core::format("cannot write {}: {}", directory.string(),
-                                                     error.code().message()));
+    files::fail_system(directory, "write", error);
   }
 }
 

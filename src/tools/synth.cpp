@@ -16,6 +16,7 @@
 #include "checkpoint/checkpoint_files.h"
 #include "checkpoint/checkpoint_writer.h"
 #include "core/check.h"
+#include "files/file.h"
 #include "files/json.h"
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/quant.h"
@@ -277,8 +278,7 @@ std::int64_t synthesize_checkpoint(const SynthOptions& options, const fs::path& 
     writer.write_file("config.json", written_config(options, model));
     return writer.commit();
   } catch (const fs::filesystem_error& error) {
-    throw Error::io(directory.string(), core::format("cannot write {}: {}", directory.string(),
-                                                     error.code().message()));
+    files::fail_system(directory, "write", error);
   }
 }
 

@@ -154,6 +154,50 @@ case $situation in
     succeeds "${run_args[@]}"
     [[ -L out.safetensors && -f y.safetensors ]] || fail "the link was replaced"
     ;;
+  outputs_replacing)
+    synth qwen3_tiny
+    succeeds run --checkpoint model --tokens 4 --record-routing ids.safetensors
+    mkdir before
+    cp -r model ids.safetensors before
+    wrong '^error: --save-plan model/config.json is a file of the checkpoint: name another$' \
+      explain --checkpoint model --save-plan model/config.json
+    wrong '^error: --output ./ids.safetensors is the file of --routing: name another$' \
+      balance --routing ids.safetensors --ep 2 --output ./ids.safetensors
+    mkdir after
+    cp -r model ids.safetensors after
+    diff -r before after || fail "replaced"
+    # Two outputs are two files, whatever they are called.
+    for other in ./x "$PWD/x" model/../x; do
+      wrong '^error: --record-routing .*x is the file of --output: name another$' \
+        run --checkpoint model --output x --record-routing "$other"
+    done
+    ;;
+  outputs_refused)
+    synth qwen3_tiny
+    ln -s loop loop
+    long_name=$(printf 'n%.0s' {1..300})
+    for name in loop "$long_name"; do
+      pattern="^error: cannot write $name: (too many levels of symbolic links|file name too long)$"
+      refuses "$pattern" run --checkpoint model --output "$name"
+      refuses "$pattern" explain --checkpoint model --save-plan "$name"
+      refuses "$pattern" synth --config "$configs/qwen3_tiny.json" --out "$name"
+      refuses "$pattern" quantize --checkpoint model --scheme int8_channel --output "$name"
+      refuses "^error: cannot (open|read) $name: [a-z]" inspect "$name"
+    done
+    refuses '^error: model/config.json is no checkpoint: name the directory that it is in$' \
+      inspect model/config.json
+    # Nobody may ever write to it.
+    mkfifo pipe
+    status=0
+    timeout 60 "$program" inspect pipe 2>err || status=$?
+    [[ $status -eq 1 ]] || fail "exit status $status of a pipe"
+    warns '^error: cannot read pipe: not a regular file$'
+    # A limit of the size of files, in blocks of 1024 bytes.
+    rm -r model
+    (ulimit -f 20 && refuses '^error: cannot write model/.*: file too large$' \
+      synth --config "$configs/qwen3_tiny.json" --out model)
+    leaves_nothing
+    ;;
   outputs_mounts)
     inside=(unshare -r -m)
     "${inside[@]}" true 2>err || skip "no mount namespaces here: $(cat err)"

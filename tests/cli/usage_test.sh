@@ -38,6 +38,13 @@ case $situation in
     wrong '^error: --ep cannot be used with --matrix$' explain --matrix --ep 8
     wrong '^error: --tokens cannot be used with --columns$' bench --columns --tokens 3
     wrong '^error: --input cannot be used with --tokens$' run --checkpoint x --input y --tokens 3
+    wrong '^error: --skew cannot be used with --replay-routing$' bench --shape 1x1x1x1 --skew zipf \
+      --replay-routing x
+    wrong '^error: --monolithic cannot be used with --replay-routing$' run --checkpoint x --monolithic \
+      --replay-routing y
+    wrong '^error: --output: was empty; needs a value: PATH$' run --checkpoint x --output ''
+    wrong '^error: --experts: was empty; needs a value: EXPERTS' bench --shape 1x1x1x1 --experts ''
+    wrong '^error: path: was empty; needs a value: PATH$' inspect ''
     wrong '^error: --input-name requires --input$' run --checkpoint x --input-name foo
     wrong '^error: --dispatch-dtype needs several ranks' run --checkpoint x --dispatch-dtype e4m3
     wrong '^error: --seed: was -1; must not be negative$' run --checkpoint x --seed -1
