@@ -124,7 +124,9 @@ def _compute(
     else:
         num_experts = int(getattr(self, "num_experts"))
         layer = _layer_of(self, num_experts, top_k_index.shape[-1], hidden_states)
-    ids = top_k_index.masked_fill(top_k_index >= num_experts, -1).to(torch.int32)
+    ids = top_k_index.to(torch.int32)
+    if not ids.is_cuda:  # there the layer refuses ids that on a GPU select nothing
+        ids = ids.masked_fill(ids >= num_experts, -1)
     result = layer.forward_routed(
         hidden_states.contiguous(), top_k_weights.to(torch.float32).contiguous(), ids.contiguous()
     )
