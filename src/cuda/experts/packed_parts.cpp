@@ -71,7 +71,7 @@ void PackedMatrices::take_from(const PackedParts& parts, const std::string& pref
         const bool is_largest = member == &Origin::largest_scales;
         const bool exists = half == 0 || gated_;
         if (is_largest && format_->relative_scales && exists) {
-          core::part(parts, part, DType::kF32, {width_});
+          core::part(parts, part, DType::kF32, {width_, 1});
         }
         if (found == parts.end()) continue;
         const Tensor& given = found->second;
