@@ -6,11 +6,11 @@
 set(operands
   as_is.cuh       Bf16Operands             7 5
   as_is.cuh       F16Operands              7 5
-  as_is.cuh       Fp8Operands              5 0
-  as_is.cuh       Fp8RowOperands           6 0
-  fp8_f16.cuh     Fp8F16Operands           4 0
-  w4a8.cuh        W4a8Operands             5 0
-  mxfp4_fp8.cuh   Mxfp4Fp8Operands         5 0
+  as_is.cuh       Fp8Operands              5 4
+  as_is.cuh       Fp8RowOperands           6 4
+  fp8_f16.cuh     Fp8F16Operands           4 4
+  w4a8.cuh        W4a8Operands             5 4
+  mxfp4_fp8.cuh   Mxfp4Fp8Operands         5 4
   fp4.cuh         Mxfp4Bf16Operands        7 4
   fp4.cuh         Mxfp4QuantizedOperands   5 4
   fp4.cuh         Mxfp4F16Operands         5 4

@@ -162,7 +162,7 @@ TEST(GemmPlanTest, OfKernelsForEveryGpuTooTheChosenPlanIsValidForEverySize) {
     for (MlpShape shape : published_shapes(num_tokens)) {
       shape.family = &family;
       const auto tiles = family.tiles(*shape.format);
-      if (tiles.empty()) continue;
+      ASSERT_FALSE(tiles.empty()) << shape.format->name;
       const KernelConfig chosen = choose_config(shape), largest = largest_config(shape);
       EXPECT_TRUE(valid(shape, chosen)) << to_string(chosen);
       EXPECT_LE(largest.tile.max_tokens, chosen.tile.max_tokens);
@@ -177,7 +177,6 @@ TEST(GemmPlanTest, OfKernelsForEveryGpuTooTheChosenPlanIsValidForEverySize) {
   EXPECT_EQ(to_string(choose_config(shape)), "128x16k1s4d2r2 splits 1 f32");
   shape.num_tokens = 8192;
   EXPECT_EQ(to_string(choose_config(shape)), "128x32k1s4d2r2 splits 1 bf16");
-  EXPECT_TRUE(family.tiles(format_named("fp8")).empty());
 }
 
 TEST(GemmPlanTest, NothingToDoHasAValidPlanToo) {

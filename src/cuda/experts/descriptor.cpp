@@ -104,8 +104,10 @@ Support FamilyDescriptor::supports(const MoeConfig& config) const {
     return no(Reason::kShape,
               core::format("{} experts; takes up to {}", config.num_local_experts, kMaxExperts));
   }
-  return {Reason::kSupported, core::format("{} by {}, {}", format->multiplied_as(),
-                                           family_.instruction(), device.text)};
+  const bool decodes_rows = format->fp8_rows && family_.decodes_fp8_rows();
+  return {Reason::kSupported,
+          core::format("{} by {}, {}", decodes_rows ? "FP8 as f16" : format->multiplied_as(),
+                       family_.instruction(), device.text)};
 }
 
 std::int64_t FamilyDescriptor::packed_bytes(const MoeConfig& config) const {

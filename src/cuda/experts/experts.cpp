@@ -107,7 +107,7 @@ CudaExperts::CudaExperts(const ExpertsDescriptor& descriptor, const KernelFamily
                config.compute_capability ? limits_of_capability(*config.compute_capability)
                                          : limits_of(config.device)),
       kernels_(kernels_of(planner_.format())),
-      rows_(this->config(), planner_.format()),
+      rows_(this->config(), planner_.format(), family),
       one_token_(this->config(), planner_.format(), rows_, planner_.one_token()) {}
 
 /// Throws Error unless the weights that would be made can run here.

@@ -13,8 +13,9 @@ namespace fusedmoe::cuda {
 class OneTokenPlan {
  public:
   /// A launch has a block for each multiprocessor of the device.
-  OneTokenPlan(const MoeConfig& config, const WeightFormat& format, const DeviceLimits& device)
-      : config_(config), format_(format), rows_(config, format), device_(device) {}
+  OneTokenPlan(const MoeConfig& config, const WeightFormat& format, const RowFormat& rows,
+               const DeviceLimits& device)
+      : config_(config), format_(format), rows_(rows), device_(device) {}
 
   /// Whether the kernel computes the problem.
   bool supports(const ProblemSize& problem) const;

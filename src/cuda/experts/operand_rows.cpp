@@ -9,15 +9,6 @@ const CudaPackedWeights& packed(const ForwardArgs& args) {
   return static_cast<const CudaPackedWeights&>(*args.weights);
 }
 
-void set_target(const QuantizedRows& to, DType from, RowTransform& rows) {
-  rows.kind = RowTransform::Kind::kFp8;
-  rows.from_f16 = from == DType::kF16;
-  rows.to = to.codes;
-  rows.to_pitch = to.pitch;
-  rows.scales = to.scales;
-  rows.scale_pitch = to.scale_pitch;
-}
-
 void set_quantized(const QuantizedRows& rows, GemmParams& gemm) {
   gemm.activations = rows.codes;
   gemm.row_pitch = rows.pitch;
@@ -26,6 +17,16 @@ void set_quantized(const QuantizedRows& rows, GemmParams& gemm) {
 }
 
 }  // namespace
+
+void OperandRows::set_target(const QuantizedRows& to, RowTransform& rows) const {
+  rows.kind = RowTransform::Kind::kFp8;
+  rows.from_f16 = format_.row_dtype == DType::kF16;
+  rows.as_f16 = decodes_fp8_rows();
+  rows.to = to.codes;
+  rows.to_pitch = rows.as_f16 ? 2 * to.pitch : to.pitch;
+  rows.scales = to.scales;
+  rows.scale_pitch = to.scale_pitch;
+}
 
 RowQuantizer OperandRows::quantizer_of(const PackedMatrices& reader) const {
   RowQuantizer quantizer;
@@ -51,7 +52,7 @@ RowTransform OperandRows::hidden(const ForwardArgs& args, const Scratch& scratch
   rows.row_pitch = bytes(format_.row_dtype, x.stride(x.rank() - 2));
   rows.row_bytes = bytes(format_.row_dtype, x.size(x.rank() - 1));
   if (has_fp8_rows()) {
-    set_target(scratch.hidden, format_.row_dtype, rows);
+    set_target(scratch.hidden, rows);
     rows.fp8 =
         fp8_quantizer(*config_.scheme.activations, packed(args).info().a1_scale, scratch.amax);
     return rows;
@@ -86,8 +87,9 @@ void OperandRows::permute_coded(const ForwardArgs& args, const Scratch& scratch,
   rows.topk = args.topk_ids.size(1);
   if (has_fp8_rows()) {
     rows.to_dtype = DType::kE4M3;
+    rows.as_f16 = decodes_fp8_rows();
     rows.to = scratch.hidden.codes;
-    rows.to_pitch = scratch.hidden.pitch;
+    rows.to_pitch = rows.as_f16 ? 2 * scratch.hidden.pitch : scratch.hidden.pitch;
     rows.to_scales = scratch.hidden.scales;
     rows.scale_pitch = scratch.hidden.scale_pitch;
   } else {
@@ -118,7 +120,7 @@ RowTransform OperandRows::activated(const ForwardArgs& args, const Scratch& scra
   // Rows are written up to a multiple of 8.
   rows.row_bytes = core::round_up(std::int64_t{first.width}, kPitchUnit) * size;
   if (has_fp8_rows()) {
-    set_target(scratch.quantized, format_.row_dtype, rows);
+    set_target(scratch.quantized, rows);
     rows.fp8 =
         fp8_quantizer(*config_.scheme.activations, packed(args).info().a2_scale, scratch.amax + 1);
   } else {

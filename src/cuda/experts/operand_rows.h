@@ -45,6 +45,7 @@ class OperandRows : public RowFormat {
   void set_codes(const ForwardArgs& args, const Scratch& scratch, GemmParams& gemm) const;
 
  private:
+  void set_target(const QuantizedRows& to, RowTransform& rows) const;
   RowQuantizer quantizer_of(const PackedMatrices& reader) const;
   void permute_coded(const ForwardArgs& args, const Scratch& scratch,
                      const RoutingData& routing) const;

@@ -16,10 +16,10 @@ Planner::Planner(const MoeConfig& config, const Context& context, const KernelFa
     : config_(config),
       family_(family),
       format_(*find_weight_format(config.scheme, config.dtype)),
-      rows_(config, format_),
+      rows_(config, format_, family),
       variant_(variant_of(config)),
       device_(device),
-      one_token_(config, format_, device) {
+      one_token_(config, format_, rows_, device) {
   // Tuned configurations are for one number of tokens: rows would depend on their batch.
   if (!context.tuned || config.batch_invariant) return;
   TunedConfig layer;

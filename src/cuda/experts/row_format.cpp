@@ -13,7 +13,8 @@ bool RowFormat::stores_groups(const TileShape& tile) const {
 }
 
 bool RowFormat::stores_codes() const {
-  return format_.stores_codes() && !config_.scheme.activations->dynamic && !config_.hooks;
+  return format_.stores_codes() && !decodes_fp8_rows() && !config_.scheme.activations->dynamic &&
+         !config_.hooks;
 }
 
 }  // namespace fusedmoe::cuda

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "cuda/formats/weight_format.h"
-#include "cuda/mlp/tile_shape.h"
+#include "cuda/mlp/kernel_family.h"
 #include "fusedmoe/experts.h"
 
 namespace fusedmoe::cuda {
@@ -11,13 +11,15 @@ namespace fusedmoe::cuda {
 /// Of one configuration's experts.
 class RowFormat {
  public:
-  RowFormat(const MoeConfig& config, const WeightFormat& format)
-      : config_(config), format_(format) {}
+  RowFormat(const MoeConfig& config, const WeightFormat& format, const KernelFamily& family)
+      : config_(config), format_(format), family_(family) {}
 
   /// Whether hidden states are more than permuted.
   bool quantizes() const { return config_.scheme.activations.has_value(); }
   /// Whether rows are E4M3 codes and scales; else GEMM 1 quantizes activated rows, if anybody does.
   bool has_fp8_rows() const { return format_.fp8_rows; }
+  /// Whether these codes are stored as the numbers that they are, in f16.
+  bool decodes_fp8_rows() const { return has_fp8_rows() && family_.decodes_fp8_rows(); }
   /// Whether hidden states of one token differ from expert to expert: NVFP4 has a second scale for
   /// each. What OperandRows::hidden() says of itself, but known without weights.
   bool differ_by_expert() const {
@@ -36,6 +38,7 @@ class RowFormat {
  protected:
   const MoeConfig& config_;
   const WeightFormat& format_;
+  const KernelFamily& family_;
 };
 
 }  // namespace fusedmoe::cuda

@@ -14,12 +14,14 @@ Variant variant_of(const MoeConfig& config) {
   return config.batch_invariant ? Variant::kBatchInvariant : Variant::kStandard;
 }
 
-QuantizedRows Scratch::take_fp8(core::WorkspaceCutter& cutter, const QuantKey& key,
-                                std::int64_t columns) {
+QuantizedRows Scratch::take_fp8(core::WorkspaceCutter& cutter, const RowFormat& format,
+                                const QuantKey& key, std::int64_t columns) {
   constexpr std::int64_t kAlignment = 16;  // of tensor copies
   QuantizedRows result;
   result.pitch = core::round_up(columns, kAlignment);
-  result.codes = cutter.take(static_cast<std::size_t>(Shape({rows, result.pitch}).numel()));
+  const DType code = format.decodes_fp8_rows() ? DType::kF16 : DType::kE4M3;
+  result.codes = cutter.take(
+      static_cast<std::size_t>(fusedmoe::bytes(code, Shape({rows, result.pitch}).numel())));
   std::int64_t scales = rows;
   if (!key.dynamic) return result;
   if (key.group.cols > 0) {
@@ -52,8 +54,8 @@ Scratch::Scratch(const ProblemSize& problem, const RowFormat& format, Variant va
   }
   const std::optional<QuantKey>& key = problem.scheme.activations;
   if (format.has_fp8_rows()) {
-    hidden = take_fp8(cutter, *key, problem.hidden);
-    quantized = take_fp8(cutter, *key, problem.intermediate);
+    hidden = take_fp8(cutter, format, *key, problem.hidden);
+    quantized = take_fp8(cutter, format, *key, problem.intermediate);
   } else if (!batched || key) {
     permuted = take_rows(problem.hidden, problem.dtype);
   }

@@ -47,7 +47,8 @@ struct Scratch {
   std::int64_t num_zeroed = 0;
 
  private:
-  QuantizedRows take_fp8(core::WorkspaceCutter& cutter, const QuantKey& key, std::int64_t columns);
+  QuantizedRows take_fp8(core::WorkspaceCutter& cutter, const RowFormat& format,
+                         const QuantKey& key, std::int64_t columns);
 };
 
 }  // namespace fusedmoe::cuda

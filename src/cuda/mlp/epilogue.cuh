@@ -250,6 +250,8 @@ __device__ __forceinline__ void sync_staged(const WarpgroupCoords<K>& coords) {
 }
 
 template <typename K>
+inline constexpr bool kHasFp8Rows = K::Operands::kFormat.fp8_rows;
+template <typename K>
 inline constexpr bool kStoresCodes = K::Operands::kFormat.stores_codes();
 /// Bytes of an element that the GEMM stores, unless they are in fp32.
 template <typename K>
@@ -370,7 +372,7 @@ __device__ __forceinline__ void store_rows(SharedMemory<K>& shared, const FusedM
                                            const ScaleAndBias<K>& factors, const Read& read) {
   const GemmParams& gemm = p.gemms[tile.gemm];
   const bool inner = tile.gemm == 0 && p.num_gemms == 2;  // GEMM 2 reads it
-  const bool has_token_scales = K::kPromotes && gemm.token_scales && gemm.token_scale_pitch == 0;
+  const bool has_token_scales = kHasFp8Rows<K> && gemm.token_scales && gemm.token_scale_pitch == 0;
   const bool out_f32 = gemm.out_f32;
   const Epilogue epilogue = gemm.epilogue;
   const int first_block = first_row_block(tile, coords), num_tokens = tile.num_tokens;

@@ -246,6 +246,7 @@ struct PermuteParams {
   DequantizeParams from;
   const std::int32_t* slot_to_row;
   int topk;
+  bool as_f16;
   char* to;
   std::int64_t to_pitch;
   float* to_scales;
@@ -277,7 +278,13 @@ __global__ void __launch_bounds__(kThreads) permute_codes_kernel(const PermutePa
       const std::int64_t group = of_groups ? unit / p.from.format.group_lanes : 0;
       for (int j = 0; j < p.topk; ++j) {
         if (rows[j] < 0) continue;
-        *reinterpret_cast<std::uint64_t*>(p.to + rows[j] * p.to_pitch + column) = codes;
+        char* to = p.to + rows[j] * p.to_pitch;
+        if (p.as_f16) {
+          write_as_f16(to, static_cast<int>(unit), static_cast<int>(p.from.columns / kColumns),
+                       reinterpret_cast<const uint2&>(codes));
+        } else {
+          *reinterpret_cast<std::uint64_t*>(to + column) = codes;
+        }
         if (has_scale) p.to_scales[group * p.scale_pitch + rows[j]] = scale;
       }
     }
@@ -356,6 +363,7 @@ void permute_codes(const CodedRows& rows, const QuantKey& key, std::int64_t colu
   const PermuteParams params{params_of(rows.from, key, columns),
                              rows.slot_to_row,
                              static_cast<int>(rows.topk),
+                             rows.as_f16,
                              static_cast<char*>(rows.to),
                              rows.to_pitch,
                              rows.to_scales,

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include "cuda/device/e4m3_f16.cuh"
 #include "cuda/rows/row_quantizer.cuh"
 #include "cuda/rows/row_transform.h"
 
@@ -184,6 +185,20 @@ __device__ __forceinline__ Converted convert_unit(const RowTransform& t, const u
   }
 }
 
+/// Of 8 codes the numbers, in the order of e4m3_f16.cuh, and zeros behind an odd last unit. `row`
+/// has room for an even number of them.
+__device__ __forceinline__ void write_as_f16(char* row, int unit, int units, const uint2& codes) {
+  OddAndEven first = e4m3_to_f16(codes.x), second = e4m3_to_f16(codes.y);
+  mark_nan(codes.x, first);
+  mark_nan(codes.y, second);
+  uint2* to = reinterpret_cast<uint2*>(row) + unit / 2 * 4 + unit % 2;
+  to[0] = make_uint2(first.odd, second.odd);
+  to[2] = make_uint2(first.even, second.even);
+  if (unit % 2 == 0 && unit + 1 == units) to[1] = to[3] = make_uint2(0, 0);
+}
+
+/// kMayDecode: of rows `as_f16`, too.
+template <bool kMayDecode = true>
 __device__ __forceinline__ void write_unit(const RowTransform& t, std::int64_t row, int unit,
                                            const Converted& value) {
   if (unit >= units_of(t)) return;
@@ -192,7 +207,12 @@ __device__ __forceinline__ void write_unit(const RowTransform& t, std::int64_t r
     reinterpret_cast<uint4*>(to)[unit] = value.data;
     return;
   }
-  reinterpret_cast<uint2*>(to)[unit] = make_uint2(value.data.x, value.data.y);
+  const uint2 codes = make_uint2(value.data.x, value.data.y);
+  if (kMayDecode && t.as_f16) {
+    write_as_f16(to, unit, units_of(t), codes);
+  } else {
+    reinterpret_cast<uint2*>(to)[unit] = codes;
+  }
   if (!t.scales) return;
   if (t.fp8.scale == Fp8Quantizer::Scale::kGroup) {
     if (unit % kGroupLanes == 0) {

@@ -71,6 +71,7 @@ struct RowTransform {
   RowQuantizer decoded;
   Fp8Quantizer fp8;
   bool from_f16 = false;    ///< FP8: rows are f16
+  bool as_f16 = false;      ///< FP8: `to` has the numbers that codes are, see e4m3_f16.cuh
   float* scales = nullptr;  ///< of FP8: (rows), or of groups (groups, scale_pitch), or null
   std::int64_t scale_pitch = 0;
 

@@ -19,19 +19,21 @@ class TileCopies {
  public:
   __device__ __forceinline__ void start(const FusedMlpParams& p, const WorkTile& tile) {
     const GemmParams& gemm = p.gemms[tile.gemm];
-    using Activation = typename K::Activation;
+    constexpr int kElement = sizeof(typename K::Activation);
     const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
-    row_pitch_ = gemm.row_pitch * static_cast<std::int64_t>(sizeof(Activation));
+    row_pitch_ = gemm.row_pitch * kElement;
     rows_ = static_cast<const std::uint8_t*>(gemm.activations) +
-            (tile.first_row + row) * row_pitch_ + tile.k_begin * kSwizzleBytes + chunk * 16;
+            (tile.first_row + row) * row_pitch_ + tile.k_begin * K::kRowBytes + chunk * 16;
     rows_left_ = tile.num_tokens - row;
-    bytes_left_ =
-        gemm.k * static_cast<int>(sizeof(Activation)) - tile.k_begin * kSwizzleBytes - chunk * 16;
+    // FP8 numbers as f16 lie in whole groups of 16.
+    const int k = K::kIsFp8 ? static_cast<int>(ceil_div(gemm.k, 16)) * 16 : gemm.k;
+    bytes_left_ = k * kElement - tile.k_begin * K::kRowBytes - chunk * 16;
     block_pitch_ = static_cast<std::int64_t>(gemm.k_blocks) * K::kBlockBytes;
     weights_ = weights_of(gemm, tile) + threadIdx.x * 16;
     row_blocks_ = min(K::kTileRowBlocks, gemm.row_blocks - tile.row_block);
     blocks_left_ = tile.k_end - tile.k_begin;
     stages_left_ = num_stages<K>(tile);
+    if constexpr (K::kHasKScales) start_scales(gemm, tile);
   }
   __device__ __forceinline__ int stages_left() const { return stages_left_; }
 
@@ -39,17 +41,19 @@ class TileCopies {
   __device__ __forceinline__ void copy(std::uint32_t stage) {
     const int blocks = min(K::kStageBlocks, blocks_left_);
     // The last columns may end inside a chunk. Elsewhere nobody looks for an end.
-    if (bytes_left_ >= K::kStageBlocks * kSwizzleBytes) {
-      copy_rows(stage, K::kStageBlocks,
+    if (bytes_left_ >= K::kStageBlocks * K::kRowBytes) {
+      copy_rows(stage, K::kStageBlocks * K::kRowParts,
                 [](std::uint32_t to, const std::uint8_t* from, int) { copy_async(to, from); });
     } else {
-      copy_rows(stage, blocks, [&](std::uint32_t to, const std::uint8_t* from, int b) {
-        copy_async(to, from, max(0, min(16, bytes_left_ - b * kSwizzleBytes)));
-      });
+      copy_rows(stage, blocks * K::kRowParts,
+                [&](std::uint32_t to, const std::uint8_t* from, int part) {
+                  copy_async(to, from, max(0, min(16, bytes_left_ - part * kSwizzleBytes)));
+                });
     }
     copy_weights(stage + K::kWeightsOffset, blocks);
-    rows_ += K::kStageBlocks * kSwizzleBytes;
-    bytes_left_ -= K::kStageBlocks * kSwizzleBytes;
+    if constexpr (K::kHasKScales) copy_scales(stage + K::kScalesOffset, blocks);
+    rows_ += K::kStageBlocks * K::kRowBytes;
+    bytes_left_ -= K::kStageBlocks * K::kRowBytes;
     weights_ += K::kRowBlockPitch;
     blocks_left_ -= K::kStageBlocks;
     --stages_left_;
@@ -75,10 +79,10 @@ class TileCopies {
                K::kBlockBytes;
   }
 
-  /// Token rows in the 128-byte swizzle by copy(to, from, K block), zeros behind their last column.
+  /// Token rows in the 128-byte swizzle by copy(to, from, part), zeros behind their last column.
   /// Rows behind the tile's are left as they are: nobody stores what is made of them.
   template <typename Copy>
-  __device__ __forceinline__ void copy_rows(std::uint32_t stage, int blocks,
+  __device__ __forceinline__ void copy_rows(std::uint32_t stage, int parts,
                                             const Copy& copy) const {
     constexpr int kRows = K::kThreads / 8;  // at a time, a multiple of 8: a thread's swizzle stays
     const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
@@ -88,10 +92,10 @@ class TileCopies {
     for (int i = 0; i < static_cast<int>(ceil_div(K::kMaxTokens, kRows)); ++i) {
       if (i * kRows < rows_left_) {
 #pragma unroll
-        for (int b = 0; b < K::kStageBlocks; ++b) {
-          if (b >= blocks) break;
-          copy(to + b * K::kActivationBytes + i * kRows * kSwizzleBytes, from + b * kSwizzleBytes,
-               b);
+        for (int part = 0; part < K::kStageBlocks * K::kRowParts; ++part) {
+          if (part >= parts) break;
+          copy(to + part * K::kPartBytes + i * kRows * kSwizzleBytes, from + part * kSwizzleBytes,
+               part);
         }
       }
       from += kRows * row_pitch_;
@@ -118,6 +122,41 @@ class TileCopies {
     }
   }
 
+  /// A thread copies one scale of each K block: of a token, or of a slice of weight rows.
+  __device__ __forceinline__ void start_scales(const GemmParams& gemm, const WorkTile& tile) {
+    static_assert(K::kScales <= K::kThreads);
+    scales_ = nullptr;
+    if (const int token = threadIdx.x; token < K::kMaxTokens) {
+      if (gemm.token_scale_pitch == 0 || token >= tile.num_tokens) return;
+      scale_pitch_ = gemm.token_scale_pitch;
+      scales_ = gemm.token_scales + tile.first_row + token;
+    } else {
+      const int slice = token - K::kMaxTokens;
+      if (!gemm.block_scales || slice / kSlices >= row_blocks_) return;
+      const std::int64_t block = static_cast<std::int64_t>(tile.expert) * gemm.row_blocks +
+                                 tile.row_block + slice / kSlices;
+      scale_pitch_ = kSlices;
+      scales_ = gemm.block_scales + block * gemm.k_blocks * kSlices + slice % kSlices;
+    }
+    scales_ += tile.k_begin * scale_pitch_;
+  }
+  /// 1 where there are none.
+  __device__ __forceinline__ void copy_scales(std::uint32_t stage, int blocks) {
+    if (threadIdx.x >= K::kScales) return;
+    std::uint32_t to = stage + threadIdx.x * int{sizeof(float)};
+    for (int b = 0; b < blocks; ++b) {
+      if (scales_) {
+        copy_async_4(to, scales_);
+        scales_ += scale_pitch_;
+      } else {
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(1.0F) : "memory");
+      }
+      to += K::kScales * int{sizeof(float)};
+    }
+  }
+
+  const float* scales_ = nullptr;
+  std::int64_t scale_pitch_ = 0;  // between K blocks
   const std::uint8_t *rows_ = nullptr, *weights_ = nullptr;
   std::int64_t row_pitch_ = 0, block_pitch_ = 0;
   int rows_left_ = 0, bytes_left_ = 0, row_blocks_ = 0, blocks_left_ = 0, stages_left_ = 0;

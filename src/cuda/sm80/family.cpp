@@ -22,6 +22,7 @@ class Sm80Family final : public KernelFamily {
     return tile.k_groups == 1;
   }
   bool has_row_pass(const WeightFormat&, const TileShape&) const override { return false; }
+  bool decodes_fp8_rows() const override { return true; }
   KernelConfig choose(const MlpShape& shape) const override { return sm80::choose_tiles(shape); }
   std::span<const FormatLaunches> launches() const override { return sm80_launches(); }
 };

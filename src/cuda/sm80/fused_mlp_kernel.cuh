@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(K::kThreads, K::kBlocks)
       --stages_left;
       const int done = (num_stages<K>(tile) - 1 - stages_left) * K::kStageBlocks;
       const int blocks = tile.k_end - tile.k_begin - done - coords.k_group() * K::kDepth;
-      multiply_stage<K>(shared.stages[step], blocks, tile.num_tokens, coords, accumulators);
+      multiply_stage<K>(shared, step, blocks, tile.num_tokens, coords, accumulators);
       if (stages_left == 0) {
         store_tile(shared, params, tile, coords, accumulators);
         token_tile = tile.token_tile;

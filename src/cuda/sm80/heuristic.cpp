@@ -11,10 +11,9 @@ namespace {
 std::int64_t resident_blocks(const MlpShape& shape, const TileShape& tile) {
   constexpr std::int64_t kBesideStages = 6 << 10;  // about: rows on their way out, tables, counts
   const WeightFormat& format = *shape.format;
-  const std::int64_t bytes =
-      std::int64_t{tile.stages} * stage_bytes(tile, format.block.bytes) + kBesideStages;
+  const std::int64_t bytes = std::int64_t{tile.stages} * stage_bytes(tile, format) + kBesideStages;
   return std::min<std::int64_t>(shape.multiprocessor_shared_bytes / bytes,
-                                most_blocks(tile, format.decodes));
+                                most_blocks(tile, format));
 }
 
 }  // namespace

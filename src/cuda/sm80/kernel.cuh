@@ -1,10 +1,12 @@
 // What the parts of the fused MLP kernel of mma.sync share: its sizes and its shared memory.
 #pragma once
 
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/formats/operand_policy.h"
 #include "cuda/mlp/work_tile.cuh"
@@ -19,7 +21,9 @@ namespace sm80 {
 template <OperandPolicy OperandsT, int kIndex>
 struct Kernel {
   using Operands = OperandsT;
-  using Activation = typename Operands::Activation;
+  // FP8 numbers are multiplied as f16: no GPU before 8.9 has instructions for them.
+  static constexpr bool kIsFp8 = Operands::kFormat.fp8_rows;
+  using Activation = std::conditional_t<kIsFp8, __half, typename Operands::Activation>;
   using Output = typename Operands::Output;
 
   static constexpr TileShape kTile = kernel_set(Operands::kFormat).tiles[kIndex];
@@ -34,21 +38,32 @@ struct Kernel {
   // A thread's accumulators: row blocks by tokens.
   static constexpr int kAccumulators = kMaxTokens / 2;
   using Accumulators = float[kRowBlocks][kAccumulators];
-  static constexpr bool kPromotes = false;
+  // Scales of K blocks multiply their sums, which are then added up.
+  static constexpr bool kHasKScales = Operands::kHasKScales;
   static constexpr bool kHasRowPass = false;
   static constexpr bool kStoresGroups = false;
   static constexpr int kAllAccumulators = kRowBlocks * kAccumulators;
-  static constexpr int kBlocks = most_blocks(kTile, Operands::kDecodes);
+  static constexpr int kBlocks = most_blocks(kTile, Operands::kFormat);
 
   // Of one K block:
   static constexpr int kBlockBytes = Operands::kBlock.bytes;  // 64 weight rows
   static constexpr int kBlockK = Operands::kBlock.k;
-  static constexpr int kActivationBytes = kMaxTokens * kSwizzleBytes;
-  // A stage has neighbouring K blocks for each K group: token rows first, then packed blocks.
+  static constexpr int kRowBytes = row_bytes(Operands::kFormat);
+  static_assert(kRowBytes == kBlockK * sizeof(Activation));
+  // Token rows of a K block lie in parts of 128 bytes of each row.
+  static constexpr int kRowParts = kRowBytes / kSwizzleBytes;
+  static constexpr int kPartBytes = kMaxTokens * kSwizzleBytes;
+  static constexpr int kActivationBytes = kRowParts * kPartBytes;
+  // Steps of 16 of K of half a K block.
+  static constexpr int kHalfSteps = 2 * kRowParts;
+  // Scales of a K block: of its tokens, then of slices of its weight rows.
+  static constexpr int kScales = num_scales(kTile, Operands::kFormat);
+  // A stage has neighbouring K blocks for each K group: token rows, packed blocks, scales.
   static constexpr int kDepth = kTile.depth, kStageBlocks = kKGroups * kDepth;
   static constexpr int kWeightsOffset = kStageBlocks * kActivationBytes;
   static constexpr int kRowBlockPitch = kStageBlocks * kBlockBytes;
-  static constexpr int kStageBytes = stage_bytes(kTile, kBlockBytes);
+  static constexpr int kScalesOffset = kWeightsOffset + kTileRowBlocks * kRowBlockPitch;
+  static constexpr int kStageBytes = stage_bytes(kTile, Operands::kFormat);
 
   // Token rows that the epilogue finishes together; more of them take more registers.
   static constexpr int kChunkTokens = 16;

@@ -3,7 +3,7 @@
 // depends on the GPU.
 #pragma once
 
-#include "cuda/formats/packed_block.h"
+#include "cuda/formats/weight_format.h"
 #include "cuda/mlp/tile_shape.h"
 
 namespace fusedmoe::cuda::sm80 {
@@ -24,6 +24,21 @@ inline constexpr TileShape kTiles8Bit[] = {
     {64, 1, 1, 2, 1, false, 4},
 };
 
+/// Of FP8 weights and of such that are decoded to FP8: token rows are in f16, 256 bytes of a K
+/// block.
+inline constexpr TileShape kTilesFp8[] = {
+    {16, 1, 2, 1, 1, false, 2},
+    {16, 1, 1, 2, 1, false, 3},
+    {32, 1, 1, 2, 1, false, 3},
+    {64, 1, 1, 2, 1, false, 2},
+};
+inline constexpr TileShape kTilesDecodedFp8[] = {
+    {16, 1, 2, 1, 1, false, 3},
+    {16, 1, 1, 2, 1, false, 5},
+    {32, 1, 1, 2, 1, false, 4},
+    {64, 1, 1, 2, 1, false, 2},
+};
+
 /// Of 4-bit weights, which are decoded. Decoders leave no registers for more tokens.
 inline constexpr TileShape kTiles4Bit[] = {
     {16, 1, 4, 1, 1, false, 3},
@@ -32,18 +47,31 @@ inline constexpr TileShape kTiles4Bit[] = {
     {64, 1, 1, 2, 1, false, 4},
 };
 
-/// Of shared memory: token rows, then packed blocks of so many bytes, both of neighbouring K blocks
-/// for each K group.
-constexpr int stage_bytes(const TileShape& tile, int block_bytes) {
-  const int of_k_block = tile.max_tokens * kSwizzleBytes + tile.tile_row_blocks() * block_bytes;
+/// Of a token row in a K block. FP8 numbers are f16.
+constexpr int row_bytes(const WeightFormat& format) {
+  return format.fp8_rows ? 2 * kSwizzleBytes : kSwizzleBytes;
+}
+/// Scales of a K block: of its tokens, then of slices of 8 weight rows.
+constexpr int num_scales(const TileShape& tile, const WeightFormat& format) {
+  return format.k_scales ? tile.max_tokens + tile.tile_row_blocks() * (kBlockRows / 8) : 0;
+}
+/// Of shared memory: token rows, packed blocks and scales, all of neighbouring K blocks for each K
+/// group.
+constexpr int stage_bytes(const TileShape& tile, const WeightFormat& format) {
+  const int of_k_block = tile.max_tokens * row_bytes(format) +
+                         tile.tile_row_blocks() * format.block.bytes +
+                         num_scales(tile, format) * int{sizeof(float)};
   return static_cast<int>(ceil_div(tile.k_groups * tile.depth * of_k_block, kSwizzleBytes) *
                           kSwizzleBytes);
 }
 
 /// Thread blocks of a multiprocessor, by the registers that a thread needs.
-constexpr int most_blocks(const TileShape& tile, bool decodes) {
+constexpr int most_blocks(const TileShape& tile, const WeightFormat& format) {
   const int accumulators = tile.row_blocks * tile.max_tokens / 2;
-  const int threads = accumulators >= 128 ? 256 : accumulators < 64 ? 512 : decodes ? 256 : 384;
+  const int threads = format.fp8_rows || accumulators >= 128 ? 256
+                      : accumulators < 64                    ? 512
+                      : format.decodes                       ? 256
+                                                             : 384;
   const int of_block = 128 * tile.warpgroups();
   return threads > of_block ? threads / of_block : 1;
 }

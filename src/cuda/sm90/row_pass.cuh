@@ -63,8 +63,9 @@ __device__ __forceinline__ void quantize_rows(SharedMemory<K>& shared, const Fus
       }
       scale = core::e4m3_row_scale(amax);
     }
-    for_units(t, row, thread, threads,
-              [&](int unit, const uint4& raw) { write_unit(t, row, unit, to_fp8(t, raw, scale)); });
+    for_units(t, row, thread, threads, [&](int unit, const uint4& raw) {
+      write_unit<false>(t, row, unit, to_fp8(t, raw, scale));
+    });
   }
 }
 

@@ -1,0 +1,47 @@
+// E4M3 numbers as f16, which holds them and their products' factors exactly: for tensor cores that
+// multiply no FP8.
+//
+// A word has four codes of neighbouring columns. Its odd columns (1 and 3) and its even ones (0 and
+// 2) are already as far apart as the halves of a register, so they stay together: f16 rows that are
+// multiplied by such weights have, of each 16 columns, the eight odd ones first.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace fusedmoe::cuda {
+
+/// Pairs of f16 numbers.
+struct OddAndEven {
+  std::uint32_t odd, even;
+};
+
+/// Of four codes. NaN becomes a number, see has_nan().
+__device__ __forceinline__ OddAndEven e4m3_to_f16(std::uint32_t codes) {
+  // Exponent and mantissa, in their places of f16, are a number that is 2^8 times too small.
+  constexpr std::uint32_t kSigns = 0x80008000, kMagnitudes = 0x3F803F80;
+  const auto scaled = [](std::uint32_t small) {
+    const __half2 result = __hmul2(reinterpret_cast<const __half2&>(small), __float2half2_rn(256));
+    return reinterpret_cast<const std::uint32_t&>(result);
+  };
+  return {scaled((codes & kSigns) | (codes >> 1 & kMagnitudes)),
+          scaled((codes << 8 & kSigns) | (codes << 7 & kMagnitudes))};
+}
+
+/// Sets the top bit of each byte whose code is NaN; the other bits mean nothing.
+__device__ __forceinline__ std::uint32_t find_nan(std::uint32_t codes) {
+  return (codes & 0x7F7F7F7F) + 0x01010101;
+}
+__device__ __forceinline__ bool has_nan(std::uint32_t found) {
+  return (found & 0x80808080) != 0;
+}
+
+/// Makes NaN what find_nan() found.
+__device__ inline void mark_nan(std::uint32_t codes, OddAndEven& values) {
+  const std::uint32_t found = find_nan(codes) & 0x80808080;
+  values.odd |= (found >> 15 & 0x00010001) * 0x7FFF;
+  values.even |= (found >> 7 & 0x00010001) * 0x7FFF;
+}
+
+}  // namespace fusedmoe::cuda
