@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What a machine with one or more Hopper GPUs can say of layers on several ranks: builds what that
-# needs, runs the tests (one GPU shared by 2 and 4 ranks; over NCCL on 2, 4 and 8 GPUs, as many as
-# there are), measures dispatch and combine against NCCL alone, and prints one table. Results go to
-# a folder, with the commit in their name.
+# needs, runs the tests (one GPU shared by 2 and 4 ranks; over NCCL and through peer memory on 2, 4
+# and 8 GPUs, as many as there are), measures dispatch and combine both ways, over NCCL against NCCL
+# alone, and prints one table. Results go to a folder, with the commit in their name.
 #
 #   scripts/ep-check.sh [--steps build,tests,bench] [--build build-cuda] [--output bench/results]
 #                       [--commit NAME] [--model deepseek-v3] [--seconds 480]
@@ -22,7 +22,7 @@ build_seconds=330
 test_seconds=200
 bench_seconds=60  # each number of GPUs and transport
 tests=(cuda_rank_rows_test cuda_ranks_test cuda_rank_deployments_test cuda_rank_hooks_test
-  cuda_rank_failures_test)
+  cuda_rank_failures_test cuda_peer_memory_test cuda_peer_failures_test)
 
 . scripts/check-steps.sh
 parse_options "steps build output commit model seconds" "build tests bench" "$@"
@@ -49,12 +49,12 @@ add_verdicts() {
       print $0 "  " ($4 <= dispatch ? "ok" : "SLOW") " / " ($9 <= combine ? "ok" : "SLOW")
     }'
 }
-# bench RANKS TRANSPORT
+# bench VERDICTS RANKS TRANSPORT [--messages]; VERDICTS: the command that adds them, or cat
 bench() {
   local status=0
-  within "$bench_seconds" "$program" bench --ep "$1" --device cuda --model "$model" \
-    --experts "$2" --rows-only --tokens "${tokens[@]}" >"$log" || status=$?
-  add_verdicts <"$log" >>"$result"
+  within "$bench_seconds" "$program" bench --ep "$2" --device cuda --model "$model" \
+    --experts "$3" --rows-only --tokens "${tokens[@]}" "${@:4}" >"$log" || status=$?
+  "$1" <"$log" >>"$result"
   return $status
 }
 
@@ -74,8 +74,9 @@ if wants bench; then
   for ranks in 2 4 8; do
     ((ranks <= gpus)) || continue
     for transport in all2all allgather_reducescatter; do
-      step "$transport on $ranks GPUs" bench "$ranks" "$transport"
+      step "$transport on $ranks GPUs" bench add_verdicts "$ranks" "$transport" --messages
     done
+    step "peer memory on $ranks GPUs" bench cat "$ranks" all2all
   done
 fi
 cat "$result"

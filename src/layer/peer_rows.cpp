@@ -140,7 +140,6 @@ void PeerRows::sum(const ForwardArgs& args) {
   sum.physical_ranks = rules_.physical_ranks;
   sum.per_slot = rules_.per_slot();
   if (!reduce.router_weight_on_input) sum.weights = args.topk_weights;
-  if (rules_.parallel.ep_size == 1) sum.sources = rules_.owners;
   peers().sum(step_, sum, args.stream);
 }
 

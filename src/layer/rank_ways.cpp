@@ -40,6 +40,9 @@ std::string RankRules::rows_travel() const {
 /// The same on all ranks: they have agreed on what it depends on.
 std::string RankRules::map_peers(const MoeConfig& config, const RankOptions& options) const {
   if (num_logits > 0) return "monolithic experts would route the rows that nobody fills";
+  if (parallel.ep_size == 1 || size < num_all || sums.needed()) {
+    return "ranks with slices of the same experts, or with the same tokens, add sums";
+  }
   if (hooks) return "hooks are told whose each row is, and here are rows of nobody";
   if (receive_capacity > 0) return "receive_capacity limits rows that are counted";
   if (max_tokens_per_rank == 0) return "max_tokens_per_rank is not given";

@@ -62,8 +62,6 @@ struct PeerSum {
   /// token, added in rank order over the ranks that have an expert of it.
   bool per_slot = false;
   TensorView weights;  ///< (num_tokens, topk) f32; undefined: 1
-  std::span<const int>
-      sources;  ///< not empty: these ranks have a part of every token with an expert
 };
 
 class PeerMemory {

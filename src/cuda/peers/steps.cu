@@ -240,7 +240,6 @@ struct SumParams {
   const std::int32_t* physical_ranks;
   const float* weights;  // null: 1
   std::int32_t num_tokens, num_physical, hidden, parts;
-  std::uint32_t sources;  // not 0: these ranks, as bits, have a part of every token with an expert
   bool per_slot, accumulate;
 
   /// The rank of a slot's expert; -1: nobody's.
@@ -267,7 +266,7 @@ __global__ void __launch_bounds__(kThreads)
     std::uint32_t ranks = 0;
     for (int j = 0; !p.per_slot && j < s.topk; ++j) {
       const int rank = p.rank_of(first_slot + j);
-      if (rank >= 0) ranks |= p.sources != 0 ? p.sources : 1U << rank;
+      if (rank >= 0) ranks |= 1U << rank;
     }
     float sums[kWidth] = {};
     for (int first = 0; first < p.parts; first += kBatch) {
@@ -374,7 +373,6 @@ void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& su
     p.num_physical = static_cast<std::int32_t>(sum.physical_ranks.numel());
     p.hidden = static_cast<std::int32_t>(hidden);
     p.parts = sum.per_slot ? p.step.topk : place.peers.size;
-    for (const int rank : sum.sources) p.sources |= 1U << rank;
     p.per_slot = sum.per_slot;
     p.accumulate = sum.accumulate;
     const auto* results = reinterpret_cast<const char*>(&place.peers.own()) + step.results;
