@@ -92,7 +92,7 @@ rename_wheel() {
 # does. So would a part of libstdc++ that nobody calls. Beside the usual GPUs they have machine code
 # for GeForce and RTX PRO of Blackwell. (Old versions of pip have no -C.)
 wheels() {
-  local cuda=$1 label=$2 minor python folder
+  local cuda=$1 label=$2 minor later python folder
   [[ -e $dist/fusedmoe-$version.tar.gz ]] || source_part
   tools
   unpack "$dist/fusedmoe-$version.tar.gz"
@@ -113,6 +113,11 @@ wheels() {
     PATH=$work/tools/bin:$PATH auditwheel repair --plat auto --wheel-dir "$folder.repaired" \
       "$folder.raw"/*.whl >"$work/auditwheel.log" 2>&1 || { cat "$work/auditwheel.log"; exit 1; }
     scripts/release-check.sh wheel "$python" "$folder.repaired"/*.whl
+    # The stable ABI: in every later Python that is here.
+    for ((later = minor + 1; minor == 12 && later < 20; ++later)); do
+      ! python=$(python_for "3.$later" 2>/dev/null) ||
+        scripts/release-check.sh wheel "$python" "$folder.repaired"/*.whl
+    done
     mv "$folder.repaired"/*.whl "$dist"
   done
 }
