@@ -253,7 +253,8 @@ void check_options(const LayerWeights& weights, const LayerOptions& options) {
                        "options.output_dtype", std::string(name(output)),
                        core::format("{} or f32", name(options.dtype)));
   core::check_num_threads(options.num_threads);
-  layer::check_weights(weights);
+  // Before ranks tell each other of their weights; else pack() reads them.
+  layer::check_weights(weights, options.ranks.communicator != nullptr);
   core::check_custom_routing(weights.router, options.device);
 }
 

@@ -6,6 +6,7 @@
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "layer/checks.h"
+#include "moe/experts_args.h"
 
 namespace fusedmoe {
 
@@ -65,9 +66,9 @@ Tensor own(const Tensor& tensor, Device device) {
   return to_device(result, device);
 }
 
-void check_weights(const LayerWeights& weights) {
+void check_weights(const LayerWeights& weights, bool reads_scales) {
   weights.router.validate();
-  weights.experts.validate();
+  core::check_weights(weights.experts, reads_scales);
   if (weights.latent) check_latent(weights);
   const std::int64_t num_experts = weights.router.num_experts, hidden = weights.hidden();
   if (weights.expert_map) {

@@ -12,8 +12,9 @@ namespace fusedmoe::layer {
 /// that does not outlive them. Undefined for an undefined tensor.
 Tensor own(const Tensor& tensor, Device device);
 
-/// Throws Error unless the shapes and dtypes of all weights fit each other.
-void check_weights(const LayerWeights& weights);
+/// Throws Error unless the shapes and dtypes of all weights fit each other. `reads_scales`: as in
+/// core::check_weights(), of the routed experts.
+void check_weights(const LayerWeights& weights, bool reads_scales);
 
 /// A static activation scale per tensor, and which GEMM's (0 or 1) activations it is of.
 struct InputScale {

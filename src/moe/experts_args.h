@@ -24,6 +24,10 @@ Support supports_on_cpu(const MoeConfig& config, bool scheme_known, std::string_
 /// Throws Error unless `descriptor` supports the configuration: for ExpertsDescriptor::create.
 void check_supported(const ExpertsDescriptor& descriptor, const MoeConfig& config);
 
+/// ExpertWeights::validate(); without `reads_scales` but for the values of scales, of which there
+/// are many: for those who hand the weights to pack(), which reads them.
+void check_weights(const ExpertWeights& weights, bool reads_scales);
+
 /// What every implementation keeps of the weights it packs. Validates them and throws Error where
 /// they are not of the configuration of `experts`, or the options name a stream of another device.
 PackedWeights::Info make_packed_info(const Experts& experts, const ExpertWeights& weights,

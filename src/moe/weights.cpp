@@ -1,6 +1,7 @@
 // ExpertWeights: checks, sizes, and views into stacked tensors.
 #include "fusedmoe/weights.h"
 #include "core/parallel.h"
+#include "moe/experts_args.h"
 
 #include <algorithm>
 #include <cmath>
@@ -114,8 +115,12 @@ bool needs_input_scale(const std::optional<QuantKey>& activations) {
 
 class MatrixChecker {
  public:
-  MatrixChecker(const QuantKey& key, Device device)
-      : key_(key), layout_(core::weight_layout(key, "weights.scheme")), device_(device) {}
+  /// `reads_scales`: their values, too.
+  MatrixChecker(const QuantKey& key, Device device, bool reads_scales = true)
+      : key_(key),
+        layout_(core::weight_layout(key, "weights.scheme")),
+        device_(device),
+        reads_scales_(reads_scales) {}
 
   // out x in is the shape of the matrix before packing.
   void check(const WeightMatrix& matrix, const std::string& argument, std::int64_t out,
@@ -155,7 +160,7 @@ class MatrixChecker {
     check_shape(matrix.scales, scales, grid);
     check_dtype(matrix.scales, scales, layout_.scales_dtypes);
     check_memory(matrix.scales, scales);
-    check_scales_finite(matrix.scales, *key_.scale, scales);
+    if (reads_scales_) check_scales_finite(matrix.scales, *key_.scale, scales);
     if (!layout_.zero_points) return;
     check_shape(matrix.zero_points, zero_points, grid);
     FUSEDMOE_CHECK_FAULT(matrix.zero_points.dtype() == DType::kU8, kDType, zero_points,
@@ -176,12 +181,13 @@ class MatrixChecker {
     FUSEDMOE_CHECK_FAULT(view.dtype() == layout_.global_dtype(), kDType, argument,
                          core::describe(view), std::string(name(layout_.global_dtype())));
     check_memory(view, argument);
-    check_global_scale_finite(view, argument);
+    if (reads_scales_) check_global_scale_finite(view, argument);
   }
 
   const QuantKey& key_;
   WeightLayout layout_;
   Device device_;
+  bool reads_scales_;
 };
 
 class InputScaleChecker {
@@ -263,16 +269,25 @@ Device ExpertWeights::device() const {
 }
 
 void ExpertWeights::validate() const {
+  core::check_weights(*this, true);
+}
+
+void core::check_weights(const ExpertWeights& weights, bool reads_scales) {
+  const std::vector<ExpertMatrices>& experts = weights.experts;
+  const QuantScheme& scheme = weights.scheme;
+  const std::int64_t hidden = weights.hidden, intermediate = weights.intermediate;
+  const Device device = weights.device();
   FUSEDMOE_CHECK_FAULT(!experts.empty(), kNull, "weights.experts", "0 experts", "at least 1");
   FUSEDMOE_CHECK(hidden > 0, "weights.hidden", core::to_string(hidden), "positive");
   FUSEDMOE_CHECK(intermediate > 0, "weights.intermediate", core::to_string(intermediate),
                  "positive");
-  const MatrixChecker checker(scheme.weights, device()), of_down(scheme.down_weights(), device());
-  const InputScaleChecker input_scale(scheme.activations, device());
+  const MatrixChecker checker(scheme.weights, device, reads_scales);
+  const MatrixChecker of_down(scheme.down_weights(), device, reads_scales);
+  const InputScaleChecker input_scale(scheme.activations, device);
   if (scheme.weights.value == DType::kE2M1) check_even(hidden, "weights.hidden");
   if (scheme.down_weights().value == DType::kE2M1) check_even(intermediate, "weights.intermediate");
-  resolve(activation, activation_params);
-  const bool gated = is_gated(activation);
+  resolve(weights.activation, weights.activation_params);
+  const bool gated = is_gated(weights.activation);
   const ExpertMatrices& first = experts.front();
   for (std::size_t e = 0; e < experts.size(); ++e) {
     const ExpertMatrices& expert = experts[e];
@@ -288,7 +303,7 @@ void ExpertWeights::validate() const {
     } else {
       FUSEDMOE_CHECK(!expert.up.values.defined(), prefix + ".up.values",
                      core::describe(expert.up.values),
-                     core::format("undefined for {}", name(activation)));
+                     core::format("undefined for {}", name(weights.activation)));
     }
     check(expert.down, ".down", hidden, intermediate);
     const bool bias13 = first.gate.bias.defined();
