@@ -129,14 +129,14 @@ debs_part() {
   unpack "$dist/fusedmoe-$version-source.tar.xz"
   ln -sfn "$root/.deps" "$work/tree/.deps"
   local bin=$work/tools/bin
-  CC=gcc CXX=g++ "$bin/cmake" -S "$work/tree" -B "$work/debs" -G Ninja -Wno-dev --log-level=WARNING \
+  CC=gcc CXX=g++ "$bin/cmake" -S "$work/tree" -B "$work/debs" -G Ninja -Wno-author --log-level=WARNING \
     -DCMAKE_BUILD_TYPE=Release -DCMAKE_INSTALL_PREFIX=/usr -DBUILD_SHARED_LIBS=ON \
     -DFUSEDMOE_BUILD_TESTS=OFF -DFUSEDMOE_CUDA=OFF -DFUSEDMOE_MPI=OFF -DFUSEDMOE_PYTHON=ON \
     -DFUSEDMOE_PYTHON_INSTALL_DIR=lib/python3/dist-packages -DPython_EXECUTABLE=/usr/bin/python3 \
     -DFUSEDMOE_FMT=fmt::fmt-header-only -DCMAKE_UNITY_BUILD=ON
   "$bin/cmake" --build "$work/debs" -j "$(nproc)" >"$work/debs.log" || { tail -n 40 "$work/debs.log"; exit 1; }
   rm -f "$dist"/*.deb
-  (cd "$work/debs" && "$bin/cpack" -G DEB -B "$dist" >"$work/cpack.log") || { cat "$work/cpack.log"; exit 1; }
+  (cd "$work/debs" && "$bin/cpack" -G DEB -B "$dist" >"$work/cpack.log" 2>&1) || { cat "$work/cpack.log"; exit 1; }
   rm -rf "$dist/_CPack_Packages"
   scripts/release-check.sh debs "$dist"/*.deb
 }
