@@ -42,13 +42,13 @@ inline constexpr std::chrono::seconds kRankTimeout{60};
 /// Error when one has failed; the others then end too. `peer_memory`: see CommunicatorOptions.
 void run_local_ranks(int num_ranks, const std::string& device, const RankFunction& function,
                      std::chrono::seconds timeout = kRankTimeout,
-                     std::optional<bool> peer_memory = {});
+                     std::optional<bool> peer_memory = false);
 
 /// The same, but where a launcher has started the ranks as processes, this one's alone: over MPI
 /// or TCP, with "cuda" over NCCL on the GPU of its number on the host.
 void run_on_ranks(int num_ranks, const std::string& device, const RankFunction& function,
                   std::chrono::seconds timeout = kRankTimeout,
-                  std::optional<bool> peer_memory = {});
+                  std::optional<bool> peer_memory = false);
 
 /// CPU threads for each rank of this host.
 int threads_of_rank(const Communicator& communicator);

@@ -49,7 +49,7 @@ add_verdicts() {
       print $0 "  " ($4 <= dispatch ? "ok" : "SLOW") " / " ($9 <= combine ? "ok" : "SLOW")
     }'
 }
-# bench VERDICTS RANKS TRANSPORT [--messages]; VERDICTS: the command that adds them, or cat
+# bench VERDICTS RANKS TRANSPORT [--peer-memory]; VERDICTS: the command that adds them, or cat
 bench() {
   local status=0
   within "$bench_seconds" "$program" bench --ep "$2" --device cuda --model "$model" \
@@ -74,9 +74,9 @@ if wants bench; then
   for ranks in 2 4 8; do
     ((ranks <= gpus)) || continue
     for transport in all2all allgather_reducescatter; do
-      step "$transport on $ranks GPUs" bench add_verdicts "$ranks" "$transport" --messages
+      step "$transport on $ranks GPUs" bench add_verdicts "$ranks" "$transport"
     done
-    step "peer memory on $ranks GPUs" bench cat "$ranks" all2all
+    step "peer memory on $ranks GPUs" bench cat "$ranks" all2all --peer-memory
   done
 fi
 cat "$result"

@@ -45,7 +45,7 @@ struct BenchCommand {
   double max_seconds = 0;  // 0: kMaxSeconds, on ranks kMaxSecondsOnRanks
   bool json = false, csv = false, markdown = false, wide = false, columns = false;
   bool load = false, heat_map = false;
-  bool rows_only = false, messages = false;
+  bool rows_only = false, peer_memory = false;
   std::string calibrate;
   bool layer = false;
 };
@@ -215,7 +215,7 @@ void run_ranks(const BenchCommand& options) {
     bench.max_seconds = options.max_seconds > 0 ? options.max_seconds : kMaxSecondsOnRanks;
     bench.threads = options.threads;
     bench.rows_only = options.rows_only;
-    bench.messages = options.messages;
+    bench.peer_memory = options.peer_memory;
     bench.json = options.json;
     bench.calibrate = options.calibrate;
     run_rank_bench(bench);
@@ -250,9 +250,9 @@ void run(const BenchCommand& options) {
   }
   if (on_ranks) return run_ranks(options);
   options.ranks.dispatched();  // an Error if it is given
-  for (const auto& [given, option] :
-       {std::pair{options.rows_only, "--rows-only"}, std::pair{options.messages, "--messages"},
-        std::pair{!options.calibrate.empty(), "--calibrate"}}) {
+  for (const auto& [given, option] : {std::pair{options.rows_only, "--rows-only"},
+                                      std::pair{options.peer_memory, "--peer-memory"},
+                                      std::pair{!options.calibrate.empty(), "--calibrate"}}) {
     if (!given) continue;
     throw Error::invalid(option, fmt::format("{} needs several ranks: --ep or --dp", option));
   }
@@ -338,14 +338,16 @@ void add_bench(Program& program) {
   const Option rows_only =
       command.add_flag("--rows-only", options->rows_only,
                        "On ranks: time dispatch and combine without experts, so without weights");
-  command.add_flag("--messages", options->messages,
-                   "On ranks with a GPU each: send rows over NCCL, where they would go through the "
-                   "memory of the GPUs");
+  const Option peer_memory =
+      command.add_flag("--peer-memory", options->peer_memory,
+                       "On ranks with a GPU each, of one host: let rows go through the memory of "
+                       "the GPUs, not over NCCL");
   command
       .add_option("--calibrate", options->calibrate, "PATH",
                   "On ranks: write what the fewest and the most tokens cost in messages, for "
                   "`simulate`")
-      .excludes(rows_only);
+      .excludes(rows_only)
+      .excludes(peer_memory);
   command
       .add_option("--min-samples", options->min_samples, "N", "Samples for each number of tokens")
       .positive()

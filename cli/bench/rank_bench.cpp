@@ -378,8 +378,6 @@ void run_rank_bench(const RankBenchOptions& options) {
                          "all ranks have the same tokens");
   }
   const auto transports = rank_transports(options);
-  // What ranks on several hosts cost is to be known of messages.
-  const bool messages = options.messages || !options.calibrate.empty();
   // A sum over ranks always has the same size.
   const std::vector<bool> sizes = travels ? std::vector{false, true} : std::vector{true};
   std::vector<RankRow> rows;
@@ -413,7 +411,7 @@ void run_rank_bench(const RankBenchOptions& options) {
           }
         }
       },
-      kRankTimeout, messages ? std::optional(false) : std::nullopt);
+      kRankTimeout, options.peer_memory ? std::nullopt : std::optional(false));
   if (rows.empty()) return;  // rank 0, another process, has them
   (options.json ? print_rank_json : print_rank_table)(options, backend, link, rows);
   if (options.calibrate.empty()) return;

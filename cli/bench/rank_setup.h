@@ -27,8 +27,8 @@ struct RankBenchOptions {
   int threads = 0;  ///< of each process's CPU; 0: those of the host, shared by its ranks
   /// Without the experts, whose weights take memory, and time to pack.
   bool rows_only = false;
-  /// Rows between GPUs of one host as messages, and not through each other's memory.
-  bool messages = false;
+  /// Rows between GPUs of one host through each other's memory, and not as messages.
+  bool peer_memory = false;
   bool json = false;
   std::string calibrate;  ///< file to write RankCosts to; empty: none
 

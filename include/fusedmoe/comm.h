@@ -119,11 +119,12 @@ struct CommunicatorOptions {
   Device device = {};  ///< of this rank
   /// Processes of one host may share memory, see Communicator::share_memory(); the same on all.
   bool shared_memory = true;
-  /// Whether rows may go through the memory of the GPUs of one host, see Communicator::map_peers().
-  /// None: where each rank has a GPU to itself. True: also of ranks that share one. Kernels of a
-  /// rank then wait for those of another on the same GPU: one thread must begin the step of every
-  /// rank before it computes that of any, or each rank needs a process of its own.
-  std::optional<bool> peer_memory = {};
+  /// Whether rows go through the memory of the GPUs of one host, see Communicator::map_peers(),
+  /// where they can. None: where each rank has a GPU to itself. True: also of ranks that share one;
+  /// as kernels of a rank then wait for those of another on the same GPU, one thread must begin the
+  /// step of every rank before it computes that of any, or each rank needs a process of its own.
+  /// Not the default yet: its speed has not been measured.
+  std::optional<bool> peer_memory = false;
 };
 
 class PeerMemory;  // internal: src/moe/peer_memory.h
