@@ -184,6 +184,7 @@ namespace {
 template <typename List>
 std::vector<std::string> names_of(const List& list) {
   std::vector<std::string> names;
+  names.reserve(list.size());
   for (const auto& entry : list) names.push_back(entry.name);
   return names;
 }

@@ -111,6 +111,7 @@ class TcpData final : public DataPlane {
     const auto name_of_host = [](int r) { return core::format("tcp data/host/{}", r); };
     control.post(name_of_host(rank_), host_name());
     std::vector<std::string> hosts;
+    hosts.reserve(peers_.size());
     for (int r = 0; r < static_cast<int>(peers_.size()); ++r) {
       hosts.push_back(text_of(r, name_of_host(r), control, deadline));
     }

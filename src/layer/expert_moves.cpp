@@ -121,6 +121,7 @@ void bring_round(Communicator& communicator, const Experts& experts, const Packe
   const std::vector<std::string> texts = communicator.gather(leaving.dump(), what);
   const auto make_room = [&] {
     std::vector<Json> described;
+    described.reserve(texts.size());
     for (const std::string& text : texts) described.push_back(Json::parse(text));
     std::vector<std::size_t> next(texts.size());
     for (const Transfer& each : transfers) {
