@@ -217,7 +217,12 @@ ParsedConfig::ParsedConfig(std::string_view config_json, const Family& family)
   std::optional<Keys> quantization;
   for (const char* key : kKeys) {
     for (const Keys& object : {Keys(*root_), keys}) {
-      if (!quantization) quantization = object.object(key);
+      const std::optional<Keys> given = object.object(key);
+      if (!given) continue;
+      if (!quantization) quantization = given;
+      FUSEDMOE_CHECK_FILE(given->node() == quantization->node(), given->path(),
+                          "something else than " + quantization->path(),
+                          "the same: both say how the weights are quantized");
     }
   }
   plain_ = plain_scheme(keys, quantization.has_value());

@@ -304,6 +304,13 @@ TEST(LinearLayoutTest, ModelOptFileBesideTheConfig) {
 TEST(LinearLayoutTest, OlderNameOfTheConfig) {
   Parts parts("int4_g32", testing::kCt);
   parts.config["compression_config"] = parts.quantization();
+  EXPECT_EQ(name(parts.load().experts.scheme), "int4_g32") << "twice the same";
+  parts.config["compression_config"]["format"] = "naive-quantized";
+  EXPECT_NE(testing::error_text([&] { parts.load(); })
+                .find("config.compression_config: was something else than "
+                      "config.quantization_config"),
+            std::string::npos);
+  parts.config["compression_config"] = parts.quantization();
   parts.config.erase("quantization_config");
   EXPECT_EQ(name(parts.load().experts.scheme), "int4_g32");
 }
