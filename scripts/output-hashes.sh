@@ -21,12 +21,20 @@ cmake --build "$build" --target output_hashes >/dev/null
 status=0
 # Four programs side by side: each spends most of its time on the host.
 hashes() { # DEVICE
-  for part in 0 1 2 3; do "$build"/tests/output_hashes "$1" $part 4 & done | sort
+  local part pids=()
+  {
+    for part in 0 1 2 3; do
+      "$build"/tests/output_hashes "$1" $part 4 &
+      pids+=($!)
+    done
+    for part in "${pids[@]}"; do wait "$part" || exit 1; done
+  } | sort
 }
 check() { # FILE DEVICE
   local file=tests/bits/$1
   if ((write)); then
-    hashes "$2" | gzip -n9 >"$file"
+    hashes "$2" | gzip -n9 >"$file.new"
+    mv "$file.new" "$file"
     echo "$file: written"
   elif hashes "$2" | diff <(gunzip -c "$file" | sort) - >/tmp/output-hashes.diff; then
     echo "$file: equal"

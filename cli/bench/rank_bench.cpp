@@ -365,7 +365,11 @@ void map_peers(const RankBenchOptions& options, Communicator& rank,
   selection.prepare_finalize = &transport;
   RankOptions most;
   most.max_tokens_per_rank = *std::max_element(options.tokens.begin(), options.tokens.end());
-  if (const std::size_t bytes = selection.peer_bytes(most); bytes > 0) rank.map_peers(bytes);
+  const std::size_t bytes = selection.peer_bytes(most);
+  const std::string why = bytes > 0 ? rank.map_peers(bytes) : "the ranks are not on GPUs";
+  if (options.peer_memory && !why.empty()) {
+    throw Error::invalid("--peer-memory", fmt::format("--peer-memory: {}", why));
+  }
 }
 
 }  // namespace

@@ -187,6 +187,13 @@ void run(const TuneOptions& options) {
                          "--report and --measured-by need each other: a report says "
                          "who measured it");
   }
+  namespace fs = std::filesystem;
+  if (!options.report.empty() && fs::weakly_canonical(fs::absolute(options.report)) ==
+                                     fs::weakly_canonical(fs::absolute(path))) {
+    throw Error::invalid(
+        "--report",
+        fmt::format("--report {} is the file of --output: name another", options.report));
+  }
   std::vector<std::string> outputs{path};
   if (!options.report.empty()) outputs.push_back(options.report);
   begin_outputs(outputs, options.force);

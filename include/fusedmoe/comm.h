@@ -119,11 +119,12 @@ struct CommunicatorOptions {
   Device device = {};  ///< of this rank
   /// Processes of one host may share memory, see Communicator::share_memory(); the same on all.
   bool shared_memory = true;
-  /// Whether rows go through the memory of the GPUs of one host, see Communicator::map_peers(),
-  /// where they can. None: where each rank has a GPU to itself. True: also of ranks that share one;
-  /// as kernels of a rank then wait for those of another on the same GPU, one thread must begin the
-  /// step of every rank before it computes that of any, or each rank needs a process of its own.
-  /// Not the default yet: its speed has not been measured.
+  /// Whether rows between GPUs of one host go through their memory, see Communicator::map_peers().
+  /// False, the default until its speed is measured: as messages. None: through memory where each
+  /// rank has a GPU to itself. True: also where ranks share one. Kernels of a rank then wait for
+  /// those of another on that GPU, so one thread must begin the steps of all ranks before it
+  /// computes any, or each rank needs a process of its own. Steps on several streams must be
+  /// ordered by events of the caller.
   std::optional<bool> peer_memory = false;
 };
 

@@ -182,7 +182,10 @@ def _experts_ms(model: Any, prompt: Any, device: str) -> float:
     """Of one experts module in a decode step the median, with nothing else on the device."""
     import torch
 
-    wait = (lambda: None) if device == "cpu" else torch.cuda.synchronize
+    def wait() -> None:
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+
     begin: List[float] = []
     times: List[float] = []
 

@@ -118,6 +118,10 @@ int DescriptorSocket::receive(int& rank, SocketClock::time_point deadline,
     Datagram datagram(letter);
     if (::recvmsg(socket_.get(), datagram.get(), MSG_CMSG_CLOEXEC) < 0) continue;
     Socket descriptor(datagram.attached());  // closes what a stranger has sent
+    if ((datagram.get()->msg_flags & MSG_CTRUNC) != 0 && token_.is(letter.token)) {
+      throw Error::communication(
+          "a descriptor came that this process has no room for: see `ulimit -n`");
+    }
     if (!descriptor || !token_.is(letter.token)) continue;
     rank = letter.rank;
     return descriptor.release();

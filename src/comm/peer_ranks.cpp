@@ -96,7 +96,7 @@ std::string Communicator::map_peers(std::size_t bytes) {
   impl.peer_watch.reset();
   {
     const std::lock_guard lock(impl.mutex);
-    impl.peers = std::move(made);
+    impl.peers.swap(made);  // the old one, which waits for its GPU, ends behind the lock
   }
   impl.peer_watch = std::make_unique<comm::PeerWatch>(
       impl.peers, [&impl] { return !impl.find_failure().empty(); });

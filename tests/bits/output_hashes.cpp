@@ -83,6 +83,7 @@ int main(int argc, char** argv) {
     std::printf("%s\n", std::string(cpu_isa()).c_str());
     return 0;
   }
+  std::setvbuf(stdout, nullptr, _IOLBF, 1 << 16);  // several programs share a pipe: whole lines
   const Device device = argc > 1 ? parse_device(argv[1]) : Device{};
   const std::size_t part = argc > 3 ? std::stoul(argv[2]) : 0;
   const std::size_t parts = argc > 3 ? std::stoul(argv[3]) : 1;

@@ -125,7 +125,7 @@ def _compute(
         num_experts = int(getattr(self, "num_experts"))
         layer = _layer_of(self, num_experts, top_k_index.shape[-1], hidden_states)
     ids = top_k_index.to(torch.int32)
-    if not ids.is_cuda:  # there the layer refuses ids that on a GPU select nothing
+    if not ids.is_cuda:  # on the CPU the layer refuses ids of no expert
         ids = ids.masked_fill(ids >= num_experts, -1)
     result = layer.forward_routed(
         hidden_states.contiguous(), top_k_weights.to(torch.float32).contiguous(), ids.contiguous()

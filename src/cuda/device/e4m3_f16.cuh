@@ -1,5 +1,4 @@
-// E4M3 numbers as f16, which holds them and their products' factors exactly: for tensor cores that
-// multiply no FP8.
+// E4M3 numbers as f16, which holds each of them exactly, for tensor cores that multiply no FP8.
 //
 // A word has four codes of neighbouring columns. Its odd columns (1 and 3) and its even ones (0 and
 // 2) are already as far apart as the halves of a register, so they stay together: f16 rows that are
@@ -17,7 +16,7 @@ struct OddAndEven {
   std::uint32_t odd, even;
 };
 
-/// Of four codes. NaN becomes a number, see has_nan().
+/// Of four codes. NaN becomes a number, see find_nan() and mark_nan().
 __device__ __forceinline__ OddAndEven e4m3_to_f16(std::uint32_t codes) {
   // Exponent and mantissa, in their places of f16, are a number that is 2^8 times too small.
   constexpr std::uint32_t kSigns = 0x80008000, kMagnitudes = 0x3F803F80;

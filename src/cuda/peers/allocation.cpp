@@ -59,8 +59,13 @@ PeerAllocation::PeerAllocation(std::size_t bytes, Device device) {
   bytes_ = core::ceil_div(bytes, unit) * unit;
   FUSEDMOE_DRIVER(cuMemCreate, &handle_, bytes_, &wanted, 0);
   map(device);
-  FUSEDMOE_CUDA_CHECK(cudaMemset(data(), 0, bytes_));
-  FUSEDMOE_CUDA_CHECK(cudaStreamSynchronize(nullptr));
+  try {
+    FUSEDMOE_CUDA_CHECK(cudaMemset(data(), 0, bytes_));
+    FUSEDMOE_CUDA_CHECK(cudaStreamSynchronize(nullptr));
+  } catch (...) {
+    release();
+    throw;
+  }
 }
 
 PeerAllocation::PeerAllocation(int descriptor, std::size_t bytes, Device device) : bytes_(bytes) {

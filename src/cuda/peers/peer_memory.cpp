@@ -129,9 +129,8 @@ class CudaPeerMemory final : public PeerMemory {
     is_used_ = true;
     if (in_step_.exchange(true)) {
       throw Error::communication(
-          "a step begins before the one before it has finished: steps of a communicator can "
-          "overlap "
-          "only where their rows are messages, see CommunicatorOptions::peer_memory");
+          "a step begins before the one before it has finished: with rows in peer memory, steps of "
+          "a communicator cannot overlap. CommunicatorOptions::peer_memory false allows it");
     }
     const core::CurrentDevice current(place_.device);
     publish_rows(step_, step, rows, stream);

@@ -185,8 +185,8 @@ __device__ __forceinline__ Converted convert_unit(const RowTransform& t, const u
   }
 }
 
-/// Of 8 codes the numbers, in the order of e4m3_f16.cuh, and zeros behind an odd last unit. `row`
-/// has room for an even number of them.
+/// Writes the numbers of a unit's codes as f16, in the order of e4m3_f16.cuh. Behind an odd last
+/// unit, which is half of 16 columns, it writes zeros for the other half: `row` has room for them.
 __device__ __forceinline__ void write_as_f16(char* row, int unit, int units, const uint2& codes) {
   OddAndEven first = e4m3_to_f16(codes.x), second = e4m3_to_f16(codes.y);
   mark_nan(codes.x, first);
@@ -197,7 +197,7 @@ __device__ __forceinline__ void write_as_f16(char* row, int unit, int units, con
   if (unit % 2 == 0 && unit + 1 == units) to[1] = to[3] = make_uint2(0, 0);
 }
 
-/// kMayDecode: of rows `as_f16`, too.
+/// kMayDecode: false where rows are never `as_f16`, which saves the code.
 template <bool kMayDecode = true>
 __device__ __forceinline__ void write_unit(const RowTransform& t, std::int64_t row, int unit,
                                            const Converted& value) {

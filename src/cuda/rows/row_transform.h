@@ -59,7 +59,7 @@ struct RowTransform {
   enum class Kind : std::uint8_t {
     kCopy,
     kQuantizeAndDecode,  ///< bf16 -> bf16
-    kFp8,                ///< bf16 or f16 -> E4M3
+    kFp8,                ///< bf16 or f16 -> E4M3, or with as_f16 the numbers of those codes
   };
   Kind kind = Kind::kCopy;
   const void* rows = nullptr;

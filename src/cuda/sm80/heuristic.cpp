@@ -22,9 +22,10 @@ KernelConfig choose_tiles(const MlpShape& shape) {
   const Load load = expected_load(shape);
   const ConfigList configs = valid_tiles(shape);
   // The narrowest tiles that have room for an expert's rows. K groups pay only where there are few
-  // tiles. Wider tiles of decoded weights, of which a multiprocessor has two where it has three of
-  // those before, are 7 to 13 % slower: measured on an H200 with MXFP4, 2048 and 8192 tokens of
-  // gpt-oss-120b. Elsewhere it has no more of the narrow ones, which decode for fewer tokens.
+  // tiles. Wider tiles of decoded weights do not pay where they leave a multiprocessor fewer
+  // blocks, up to three: 7 to 13 % slower with two than with three (H200, MXFP4, 2048 and 8192
+  // tokens of gpt-oss-120b). Where narrow tiles have no more blocks, wide ones decode once for more
+  // tokens.
   constexpr double kFew = 1;
   constexpr std::int64_t kEnoughBlocks = 3;
   TileShape tile = configs.begin()->tile;
