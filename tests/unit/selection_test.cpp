@@ -234,44 +234,6 @@ TEST(SelectionTest, ANamedComputeCapabilityNeedsNoDevice) {
   }
 }
 
-/// A quarter of the rows that so many tokens can have.
-TEST(SelectionTest, ScratchFollowsTheExpertRowsThatThereIsRoomFor) {
-  for (const int capability : {0, 80, 90}) {
-    MoeConfig config = gpt_oss_config();
-    if (capability > 0) {
-      config.device = {DeviceKind::kCuda, 0};
-      config.compute_capability = capability;
-    }
-    const ModularKernel kernel = explain(config).create(make_context());
-    ProblemSize problem = ProblemSize::of(config, 4096);
-    const WorkspaceSizes all = kernel.experts().workspace_sizes(problem);
-    problem.max_rows = 4096 * config.topk / 4;
-    const WorkspaceSizes some = kernel.experts().workspace_sizes(problem);
-    EXPECT_LT(some.workspace13_bytes + some.workspace2_bytes,
-              (all.workspace13_bytes + all.workspace2_bytes) / 2)
-        << capability;
-    EXPECT_EQ(some.output_shape, all.output_shape);
-  }
-}
-
-/// GEMM 1 stores codes; only the kernel of one token has rows of 16 bits between the GEMMs.
-TEST(SelectionTest, StaticScalesTakeNoScratchForActivatedRows) {
-  MoeConfig config = gpt_oss_config();
-  config.device = {DeviceKind::kCuda, 0};
-  config.compute_capability = 90;
-  config.scheme = parse_scheme("fp8_tensor_token");
-  const ModularKernel dynamic = explain(config).create(make_context());
-  config.scheme = parse_scheme("fp8_tensor_static");
-  const ModularKernel fixed = explain(config).create(make_context());
-  const std::size_t rows = std::size_t(4096 * config.topk);
-  const std::size_t saved = dynamic.workspace_bytes(4096) - fixed.workspace_bytes(4096);
-  EXPECT_GE(saved, rows * std::size_t(2 * config.intermediate));
-  EXPECT_LE(saved, rows * std::size_t(2 * config.intermediate + 16));
-  for (const std::int64_t tokens : {1, 2, 3, 64}) {
-    EXPECT_LE(fixed.workspace_bytes(tokens), fixed.workspace_bytes(tokens + 1)) << tokens;
-  }
-}
-
 TEST(SelectionTest, EveryComputeCapabilitySinceAmpereHasExperts) {
   MoeConfig config = gpt_oss_config();
   config.device = {DeviceKind::kCuda, 0};
@@ -454,17 +416,6 @@ TEST(SelectionTest, EveryVariantThatSaysYesRuns) {
                        "cpu_batched_batch_invariant", "reference", "reference_unfused",
                        "reference_monolithic", "reference_batch_invariant", "reference_batched",
                        "reference_batched_batch_invariant"}));
-}
-
-TEST(WorkspaceSizesTest, OutputAndWorkspace13ShareMemory) {
-  WorkspaceSizes sizes;
-  EXPECT_EQ(sizes.common_bytes(), 0u);
-  sizes.workspace13_bytes = 1;
-  sizes.output_shape = {3, 5};
-  sizes.output_dtype = DType::kBF16;
-  EXPECT_EQ(sizes.common_bytes(), 30u) << "the output is larger than workspace13";
-  sizes.workspace13_bytes = 300;
-  EXPECT_EQ(sizes.common_bytes(), 300u);
 }
 
 }  // namespace fusedmoe::selection_test
