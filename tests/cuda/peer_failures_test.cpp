@@ -2,18 +2,15 @@
 // at the deadline at the latest, in replays too; the GPUs work on.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
-#include <spawn.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 
 #include "../ranks/leaks.h"
-#include "../unit/temporary_directory.h"
+#include "killed_process.h"
 #include "moe/peer_memory.h"
 #include "peer_ranks.h"
 
@@ -208,23 +205,13 @@ TEST_F(PeerFailuresTest, FailuresLeakNothing) {
 // ------------------------------------------------------------------------------------------------
 // Two processes, which run the disabled test below.
 
-constexpr const char* kRank = "FUSEDMOE_TEST_RANK";
-constexpr const char* kFolder = "FUSEDMOE_TEST_FOLDER";
-
 /// On one GPU, or on two. In the first step all is well; in the second rank 1 kills itself when
 /// rank 0 waits for what its experts leave. Rank 0 writes the text of the Error to a file.
 TEST_F(PeerFailuresTest, DISABLED_OneProcess) {
   if (!std::getenv(kRank)) GTEST_SKIP() << "only as a process of the test below";
   const int rank = std::atoi(std::getenv(kRank));
   const std::filesystem::path folder = std::getenv(kFolder);
-  const GatherCallback gather = [&](const std::string& text) {
-    static int round = 0;
-    const auto files = make_file_control_plane((folder / std::to_string(round++)).string());
-    files->post(std::to_string(rank), text);
-    std::vector<std::string> texts;
-    for (int r = 0; r < 2; ++r) texts.push_back(files->read(std::to_string(r), kPatient).value());
-    return texts;
-  };
+  const GatherCallback gather = gather_by_files(folder, rank);
   const Device device{DeviceKind::kCuda, rank % std::min(cuda_device_count(), 2)};
   const auto communicator =
       std::make_shared<Communicator>(rank, 2, make_control_plane(rank, 2, gather, kPatient),
@@ -265,25 +252,7 @@ TEST_F(PeerFailuresTest, DISABLED_OneProcess) {
 }
 
 TEST_F(PeerFailuresTest, AProcessThatIsKilled) {
-  const TemporaryDirectory folder;
-  for (const char* round : {"0", "1"}) std::filesystem::create_directory(folder / round);
-  setenv(kFolder, folder.path().c_str(), 1);
-  std::vector<pid_t> processes(2);
-  for (int rank = 0; rank < 2; ++rank) {
-    setenv(kRank, std::to_string(rank).c_str(), 1);
-    const char* arguments[] = {"rank", "--gtest_filter=*DISABLED_OneProcess",
-                               "--gtest_also_run_disabled_tests", nullptr};
-    ASSERT_EQ(posix_spawn(&processes[rank], "/proc/self/exe", nullptr, nullptr,
-                          const_cast<char**>(arguments), environ),
-              0);
-  }
-  std::vector<int> statuses(2);
-  for (int rank = 0; rank < 2; ++rank) waitpid(processes[rank], &statuses[rank], 0);
-  EXPECT_TRUE(WIFEXITED(statuses[0]) && WEXITSTATUS(statuses[0]) == 0);
-  EXPECT_TRUE(WIFSIGNALED(statuses[1]) && WTERMSIG(statuses[1]) == SIGKILL);
-  std::ifstream file(folder / "error");
-  const std::string error{std::istreambuf_iterator<char>(file), {}};
-  EXPECT_EQ(error, "rank 1 has died or lost its connection");
+  expect_that_a_killed_rank_is_told();
 }
 
 }  // namespace

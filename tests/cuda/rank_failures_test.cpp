@@ -1,21 +1,18 @@
 // What goes wrong on one rank on GPUs is an Error of all, within the deadline; the GPUs work on,
 // and so does a new communicator. As tests/ranks/failure_test.cpp on the CPU.
 #include <gtest/gtest.h>
-#include <spawn.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <csignal>
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <iterator>
 #include <latch>
 
 #include "../unit/layer_problem.h"
-#include "../unit/temporary_directory.h"
 #include "fusedmoe/quant.h"
 #include "gpu_ranks.h"
+#include "killed_process.h"
 #include "testing/compare.h"
 
 namespace fusedmoe::testing {
@@ -348,9 +345,6 @@ TEST(CudaRankFailuresTest, ARankWithAnotherConfiguration) {
 // A process that is killed. CUDA does not survive a fork, so each rank is a new process, which runs
 // the disabled test below.
 
-constexpr const char* kRank = "FUSEDMOE_TEST_RANK";
-constexpr const char* kFolder = "FUSEDMOE_TEST_FOLDER";
-
 /// What each process of the next test runs. Rank 1 kills itself in the middle of a step. Rank 0
 /// writes the text of the Error that it gets to a file.
 TEST(CudaRankFailuresTest, DISABLED_OneProcess) {
@@ -359,15 +353,7 @@ TEST(CudaRankFailuresTest, DISABLED_OneProcess) {
   const std::filesystem::path folder = std::getenv(kFolder);
   setenv("NCCL_NVLS_ENABLE", "0", 0);
   const Way way{{2, true}, "all2all", false};
-  // The ranks find each other by files, and notice who dies by their connections.
-  const GatherCallback gather = [&](const std::string& text) {
-    static int round = 0;
-    const auto files = make_file_control_plane((folder / std::to_string(round++)).string());
-    files->post(std::to_string(rank), text);
-    std::vector<std::string> texts;
-    for (int r = 0; r < 2; ++r) texts.push_back(files->read(std::to_string(r), kPatient).value());
-    return texts;
-  };
+  const GatherCallback gather = gather_by_files(folder, rank);
   const auto control = make_control_plane(rank, 2, gather, kPatient);
   const auto communicator =
       make_communicator(rank, 2, control, {kPatient, Device{DeviceKind::kCuda, rank}});
@@ -393,25 +379,7 @@ TEST(CudaRankFailuresTest, AProcessThatIsKilled) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
   if (cuda_device_count() < 2) GTEST_SKIP() << "one GPU";
   if (!nccl_info().problem.empty()) GTEST_SKIP() << nccl_info().problem;
-  const TemporaryDirectory folder;
-  for (const char* round : {"0", "1"}) std::filesystem::create_directory(folder / round);
-  setenv(kFolder, folder.path().c_str(), 1);
-  std::vector<pid_t> processes(2);
-  for (int rank = 0; rank < 2; ++rank) {
-    setenv(kRank, std::to_string(rank).c_str(), 1);
-    const char* arguments[] = {"rank", "--gtest_filter=*DISABLED_OneProcess",
-                               "--gtest_also_run_disabled_tests", nullptr};
-    ASSERT_EQ(posix_spawn(&processes[rank], "/proc/self/exe", nullptr, nullptr,
-                          const_cast<char**>(arguments), environ),
-              0);
-  }
-  std::vector<int> statuses(2);
-  for (int rank = 0; rank < 2; ++rank) waitpid(processes[rank], &statuses[rank], 0);
-  EXPECT_TRUE(WIFEXITED(statuses[0]) && WEXITSTATUS(statuses[0]) == 0);
-  EXPECT_TRUE(WIFSIGNALED(statuses[1]) && WTERMSIG(statuses[1]) == SIGKILL);
-  std::ifstream file(folder / "error");
-  const std::string error{std::istreambuf_iterator<char>(file), {}};
-  EXPECT_EQ(error, "rank 1 has died or lost its connection");
+  expect_that_a_killed_rank_is_told();
 }
 
 }  // namespace

@@ -1,0 +1,61 @@
+// Two processes, one of which is killed: what tests of ranks that are processes share. Both run the
+// disabled test OneProcess of the program.
+#pragma once
+
+#include <gtest/gtest.h>
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "../ranks/ranks.h"
+#include "../unit/temporary_directory.h"
+
+namespace fusedmoe::testing {
+
+inline constexpr const char* kRank = "FUSEDMOE_TEST_RANK";
+inline constexpr const char* kFolder = "FUSEDMOE_TEST_FOLDER";
+
+/// The ranks find each other by files, and notice who dies by their connections.
+inline GatherCallback gather_by_files(const std::filesystem::path& folder, int rank) {
+  return [folder, rank](const std::string& text) {
+    static int round = 0;
+    const auto files = make_file_control_plane((folder / std::to_string(round++)).string());
+    files->post(std::to_string(rank), text);
+    std::vector<std::string> texts;
+    for (int r = 0; r < 2; ++r) texts.push_back(files->read(std::to_string(r), kPatient).value());
+    return texts;
+  };
+}
+
+/// Starts both. Rank 1 must kill itself; rank 0 must end well and have written why to a file.
+inline void expect_that_a_killed_rank_is_told() {
+  const TemporaryDirectory folder;
+  for (const char* round : {"0", "1"}) std::filesystem::create_directory(folder / round);
+  setenv(kFolder, folder.path().c_str(), 1);
+  std::vector<pid_t> processes(2);
+  for (int rank = 0; rank < 2; ++rank) {
+    setenv(kRank, std::to_string(rank).c_str(), 1);
+    const char* arguments[] = {"rank", "--gtest_filter=*DISABLED_OneProcess",
+                               "--gtest_also_run_disabled_tests", nullptr};
+    ASSERT_EQ(posix_spawn(&processes[rank], "/proc/self/exe", nullptr, nullptr,
+                          const_cast<char**>(arguments), environ),
+              0);
+  }
+  std::vector<int> statuses(2);
+  for (int rank = 0; rank < 2; ++rank) waitpid(processes[rank], &statuses[rank], 0);
+  EXPECT_TRUE(WIFEXITED(statuses[0]) && WEXITSTATUS(statuses[0]) == 0);
+  EXPECT_TRUE(WIFSIGNALED(statuses[1]) && WTERMSIG(statuses[1]) == SIGKILL);
+  std::ifstream file(folder / "error");
+  const std::string error{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_EQ(error, "rank 1 has died or lost its connection");
+}
+
+}  // namespace fusedmoe::testing
