@@ -1,6 +1,7 @@
 // Memory on the GPUs of one host that the kernels of all ranks map: each rank lends a block, its
-// *arena*. A step of a layer goes through it in four calls: publish(), pull(), tell_results() and
-// sum(); none of them waits on the host, and all can be recorded by a graph. What the ranks tell
+// *arena*. Rows travel in four calls for each step of a layer: publish() own rows, pull() those of
+// others, tell_results() when the experts are done, sum() what they left. The host waits in none
+// of them, and a CUDA graph can record all. What the ranks tell
 // each other in a step is in cuda/peers/protocol.h.
 #pragma once
 

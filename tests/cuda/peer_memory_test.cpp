@@ -176,7 +176,8 @@ TEST_F(PeerMemoryTest, RandomLayersGiveTheOutputOfOneGpu) {
   }
 }
 
-/// Nothing in a step has the number of the step, so replays and other steps mix.
+/// The number of a step is in device memory, not in the kernels' arguments. So replays of a graph
+/// and steps without a graph can follow each other.
 TEST_F(PeerMemoryTest, ReplaysGiveTheBitsOfOtherSteps) {
   constexpr int kInputs = 4, kReplays = 1000;
   const LayerWeights weights = make_layer_weights({small_case("bf16")});
@@ -220,7 +221,7 @@ TEST_F(PeerMemoryTest, ReplaysGiveTheBitsOfOtherSteps) {
   }
 }
 
-/// Of all tokens' slots, those of one rank: more than it has room for at a time.
+/// All tokens choose the experts of one rank, which get more rows than there is scratch for.
 TEST_F(PeerMemoryTest, MoreExpertRowsThanThereIsRoomForTakeSeveralPasses) {
   constexpr std::int64_t kMany = 3000;
   const LayerWeights weights = make_layer_weights({small_case("bf16")});

@@ -1,5 +1,6 @@
-// Ranks whose rows go through the memory of their GPUs, all driven by one thread: the steps of all
-// begin before any computes, so nobody waits for a rank that has not begun, and one GPU suffices.
+// Ranks whose rows go through the memory of their GPUs. One thread drives them all: it begins the
+// step of every rank, then computes all, then finishes all. So no kernel waits for one that has not
+// been enqueued, and one GPU is enough.
 #pragma once
 
 #include <functional>

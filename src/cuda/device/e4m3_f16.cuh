@@ -1,8 +1,9 @@
 // E4M3 numbers as f16, which holds each of them exactly, for tensor cores that multiply no FP8.
 //
-// A word has four codes of neighbouring columns. Its odd columns (1 and 3) and its even ones (0 and
-// 2) are already as far apart as the halves of a register, so they stay together: f16 rows that are
-// multiplied by such weights have, of each 16 columns, the eight odd ones first.
+// A 32-bit word holds the codes of four neighbouring columns, 0 to 3. One register of f16 holds two
+// numbers, 16 bits apart, and so lie columns 1 and 3 of the word, and columns 0 and 2. So one
+// register takes the odd columns and another the even ones. The f16 rows that are multiplied by
+// such weights have the same order: of each 16 columns first the eight odd ones, then the even.
 #pragma once
 
 #include <cuda_fp16.h>

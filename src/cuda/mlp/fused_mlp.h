@@ -76,9 +76,11 @@ struct RowPass {
 enum class LaunchOrder : std::uint8_t {
   kApart,   ///< behind all that was enqueued before: copies, a caller's own work
   kBehind,  ///< behind the launch before. It and all others below let the next one begin at once
-  /// While the launch before makes the activations. Counts of rows and counters are complete.
+  /// While the launch before still makes the activations, which it waits for before it reads them.
+  /// The counts of rows, and the counters, were complete before.
   kBesideRows,
-  /// While the launches before make counts and counters: with FusedMlpParams::topk_ids.
+  /// While the launches before still make the counts of rows, too. It counts rows itself, from
+  /// FusedMlpParams::topk_ids.
   kBesideRouting,
   /// The same for GEMM 1 alone, where a launch quantizes its rows and GEMM 2 is kBesideRows: lets
   /// that launch begin only when the counts are complete, as GEMM 2 does not wait for them.

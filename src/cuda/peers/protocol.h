@@ -191,7 +191,7 @@ FUSEDMOE_HD void give_up(const Peers& peers, Round round, const StepKey& key,
 
 /// What a record that is written says of its rank: "rank 1 waited 500 ms for ranks 0, 3 in the
 /// dispatch of layer 4"; "rank 2 does not match rank 1 in the return of layer 4: rank 1 has layer
-/// 4, it layer 5". `names`: what the ranks are called there; empty: by their numbers.
+/// 4, it layer 5". `names`: the number to print for each rank; empty: its own.
 std::string to_string(const FailureRecord& record, int rank, const Patience& patience,
                       std::span<const int> names = {});
 
