@@ -64,6 +64,8 @@ class CpuRuntime final : public DeviceRuntime {
   bool can_access(const std::string&, const std::string&) const override { return true; }
   int exchange_current(Device) const override { return -1; }
   void restore_current(int) const noexcept override {}
+
+  void synchronize_device(Device) const override {}
 };
 
 }  // namespace

@@ -51,6 +51,9 @@ class DeviceRuntime {
   /// there is nothing to restore.
   virtual int exchange_current(Device device) const = 0;
   virtual void restore_current(int index) const noexcept = 0;
+
+  /// Waits for all work of this process on the device, whatever its streams.
+  virtual void synchronize_device(Device device) const = 0;
 };
 
 const DeviceRuntime& cpu_runtime();

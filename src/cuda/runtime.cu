@@ -181,6 +181,11 @@ class CudaRuntime final : public core::DeviceRuntime {
     return previous;
   }
   void restore_current(int index) const noexcept override { cudaSetDevice(index); }
+
+  void synchronize_device(Device device) const override {
+    const core::CurrentDevice current(device);
+    FUSEDMOE_CUDA_CHECK(cudaDeviceSynchronize());
+  }
 };
 
 }  // namespace

@@ -13,9 +13,11 @@ DeviceMessages::DeviceMessages(const RankRules& rules, const StepSizes& sizes, v
   }
 }
 
-/// Physical experts have the logical numbers, every row goes to every rank, and nothing is counted.
-bool DeviceMessages::keeps_ids() const {
-  return rules_.ids_stay && sizes_.to_all && !drops() && !rules_.per_slot() && sizes_.max_rows == 0;
+/// Unless physical experts have the logical numbers, every row goes to every rank, and nothing is
+/// counted. A graph also serves when experts have moved, and have other numbers.
+bool DeviceMessages::finds_destinations() const {
+  return !rules_.ids_stay || name_.recorded || !sizes_.to_all || drops() || rules_.per_slot() ||
+         sizes_.max_rows > 0;
 }
 
 /// The experts may take several passes, so the host must know how many rows they get. It waits once

@@ -16,7 +16,7 @@ class DeviceMessages final : public RankMessages {
   void receive(Stream stream) override;
   void give_back(const ForwardArgs& args) override;
   void sum(const ForwardArgs& args) override;
-  bool keeps_ids() const override;
+  bool finds_destinations() const override;
   std::int64_t local_slots(const ForwardArgs& args) const override;
 
   void count_slots(Stream stream);

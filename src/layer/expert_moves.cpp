@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
 
 namespace fusedmoe::layer {
@@ -63,13 +64,21 @@ Json describe(const PackedParts& parts) {
 }
 
 /// Room for such parts.
-PackedParts make_parts(const Json& description) {
+PackedParts make_parts(const Json& description, Device device) {
   PackedParts parts;
   for (const auto& [name, part] : description.items()) {
     std::vector<std::int64_t> extents;
     for (std::size_t i = 1; i < part.size(); ++i) extents.push_back(part[i].get<std::int64_t>());
-    parts[name] = Tensor::empty(Shape(extents), parse_dtype(part[0].get<std::string>()).value());
+    const DType dtype = parse_dtype(part[0].get<std::string>()).value();
+    parts[name] = Tensor::empty(Shape(extents), dtype, device);
   }
+  return parts;
+}
+
+/// An expert of this rank, copied to where the data plane takes it from.
+PackedParts copy_parts(const PackedWeights& packed, std::int64_t place, Device device) {
+  PackedParts parts = packed.extract_expert(place)->parts();
+  for (auto& [name, tensor] : parts) tensor = to_device(tensor, device);
   return parts;
 }
 
@@ -106,13 +115,14 @@ void bring_round(Communicator& communicator, const Experts& experts, const Packe
                  std::span<const Transfer> transfers, const Receive& receive,
                  std::string_view what) {
   const int rank = communicator.rank();
+  const Device device = communicator.device();
   Travelling travelling;
   Json leaving = Json::array();
   const auto copy = [&] {
     for (const Transfer& each : transfers) {
       if (each.from != rank) continue;
       PackedParts& parts = travelling.leaving[each.from_place];
-      if (parts.empty()) parts = packed.extract_expert(each.from_place)->parts();
+      if (parts.empty()) parts = copy_parts(packed, each.from_place, device);
       leaving.push_back(describe(parts));
       add_messages(travelling.sends, each.to, parts);
     }
@@ -127,12 +137,15 @@ void bring_round(Communicator& communicator, const Experts& experts, const Packe
     for (const Transfer& each : transfers) {
       const Json& parts = described[each.from].at(next[each.from]++);
       if (each.to != rank) continue;
-      travelling.arriving.emplace_back(each.place, make_parts(parts));
+      travelling.arriving.emplace_back(each.place, make_parts(parts, device));
       add_messages(travelling.receives, each.from, travelling.arriving.back().second);
     }
   };
   communicator.together(make_room, what);
-  communicator.exchange(travelling.sends, travelling.receives, {}, what);
+  const OwnedStream stream(device);
+  communicator.exchange(travelling.sends, travelling.receives, stream, what);
+  synchronize(stream);
+  communicator.check();  // aborted transfers of a GPU end, too
   const auto assemble = [&] {
     for (const auto& [place, parts] : travelling.arriving) {
       receive({place, experts.from_parts(core::info_of_one(packed.info()), parts)});

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/device_runtime.h"
 #include "core/exception_text.h"
 #include "fusedmoe/runtime.h"
 #include "layer/agreement.h"
@@ -131,6 +132,8 @@ void MoeLayer::commit_move() {
   }
   impl.check_between_forwards("commit_move()");
   impl.ending_ranks([&] {
+    const Device device = impl.config.device;
+    core::runtime_of(device).synchronize_device(device);  // forwards read what is overwritten now
     const Impl::Move move = *std::exchange(impl.move, std::nullopt);
     for (const layer::Arrival& each : move.arrivals) {
       impl.packed->replace_expert(each.place, *each.expert);

@@ -52,7 +52,7 @@ PeerRows::PeerRows(const RankRules& rules, const StepSizes& sizes, void* memory)
   if (!memory) return;
   const std::int64_t ranks = rules.size, most = sizes.max_tokens, topk = sizes.topk;
   step_.layer = rules.layer;
-  step_.placement = static_cast<std::uint32_t>(rules.moves);
+  step_.placement = rules.version.as<const std::uint32_t>();
   step_.most_tokens = most;
   step_.topk = topk;
   std::vector<std::int64_t> travel;
@@ -66,6 +66,7 @@ PeerRows::PeerRows(const RankRules& rules, const StepSizes& sizes, void* memory)
   received_.ids = TensorView(arena + step_.ids, DType::kI32, {ranks * most, topk}, rules.device);
   received_.weights =
       TensorView(arena + step_.weights, DType::kF32, {ranks * most, topk}, rules.device);
+  own_ids_ = received_.ids.slice(0, rules.rank * most, rules.rank * most + sizes.num_tokens);
   output_ =
       TensorView(arena + step_.results, rules.combine_dtype, {results, sizes.hidden}, rules.device);
 }
@@ -96,7 +97,8 @@ void PeerRows::send(const RowTensors& own, const ForwardArgs& args) {
   set_fixed_counts();
   check_received();
   const std::vector<TensorView> tensors = travelling(own);
-  peers().publish(step_, {tensors, own.ids, own.weights}, args.stream);
+  const core::ReplicaTable replicas(destinations_of(own.ids));
+  peers().publish(step_, {tensors, own.ids, own.weights, replicas}, args.stream);
 }
 
 void PeerRows::receive(Stream stream) {
@@ -136,7 +138,7 @@ void PeerRows::sum(const ForwardArgs& args) {
   sum.output = reduce.output;
   sum.accumulate = reduce.accumulate;
   sum.results = rules_.combine_dtype;
-  sum.ids = keeps_ids() ? args.topk_ids : physical_ids_;
+  sum.ids = own_ids_;
   sum.physical_ranks = rules_.physical_ranks;
   sum.per_slot = rules_.per_slot();
   if (!reduce.router_weight_on_input) sum.weights = args.topk_weights;

@@ -22,11 +22,12 @@ class PeerRows final : public RankStep {
   void give_back(const ForwardArgs& args) override;
   void sum(const ForwardArgs& args) override;
   std::int64_t local_slots(const ForwardArgs& args) const override;
-  bool keeps_ids() const override { return rules_.ids_stay; }
+  bool finds_destinations() const override { return false; }
 
   PeerMemory& peers() const { return *rules_.group->peers(); }
 
   PeerStep step_;
+  TensorView own_ids_;      // (num_tokens, topk) i32, in the arena: of physical experts
   TensorView local_slots_;  // (1) i32; undefined: the experts take all rows at once
 };
 

@@ -126,6 +126,7 @@ void RankRules::place_experts() {
   for (int r = 0; r < size; ++r) {
     if (owns[r]) owners.push_back(r);
   }
+  write(version, {static_cast<std::int32_t>(moves)}, device);
   write(replica_offsets, table.offsets, device);
   write(replicas, table.physical, device);
   write(physical_ranks, ranks, device);

@@ -77,11 +77,13 @@ struct RankRules {
   ExpertPlacement placement;
   std::uint64_t moves = 0;  // how often experts have moved
 
-  // On the device, at the same addresses as long as the layer lives.
+  // On the device, at the same addresses as long as the layer lives: graphs read what there is when
+  // they run.
   Tensor replica_offsets, replicas, physical_ranks;
+  Tensor version;           // (1) i32: moves
   Tensor expert_map;        // physical -> local; undefined: every rank has all
   std::vector<int> owners;  // ranks of the group that have experts
-  bool ids_stay = true;     // physical experts have the numbers of logical ones
+  bool ids_stay = true;     // physical experts have the numbers of logical ones, until they move
   std::int32_t nearest_rank = -1;
 
  private:

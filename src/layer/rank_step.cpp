@@ -189,14 +189,19 @@ void RankStep::start_prepare(ForwardArgs& args) {
   args.hidden_scales = own.hidden_scales;
 }
 
-void RankStep::find_destinations(const ForwardArgs& args) const {
-  if (keeps_ids()) return;
+core::TokenDestinations RankStep::destinations_of(const TensorView& topk_ids) const {
   core::TokenDestinations destinations;
-  destinations.topk_ids = args.topk_ids;
+  destinations.topk_ids = topk_ids;
   destinations.replica_offsets = rules_.replica_offsets;
   destinations.replicas = rules_.replicas;
   destinations.physical_ranks = rules_.physical_ranks;
   destinations.nearest_rank = rules_.nearest_rank;
+  return destinations;
+}
+
+void RankStep::find_destinations(const ForwardArgs& args) const {
+  if (!finds_destinations()) return;
+  core::TokenDestinations destinations = destinations_of(args.topk_ids);
   destinations.row_stride = sizes_.max_tokens;
   destinations.physical_ids = physical_ids_;
   if (send_tokens_) {
@@ -219,7 +224,7 @@ void RankStep::route_own(ForwardArgs& args) const {
 RowTensors RankStep::own_rows(const ForwardArgs& own) const {
   RowTensors tokens;
   tokens.values = own.hidden_states;
-  tokens.ids = keeps_ids() ? own.topk_ids : physical_ids_;
+  tokens.ids = finds_destinations() ? physical_ids_ : own.topk_ids;
   tokens.weights = own.topk_weights;
   if (rules_.hooks) tokens.numbers = own_rows_;
   if (rules_.num_logits > 0) tokens.logits = own.router_logits;

@@ -93,8 +93,10 @@ class RankStep : public TransportStep {
   virtual void sum(const ForwardArgs& args) = 0;
   /// How many slots of the received rows name an expert of this rank.
   virtual std::int64_t local_slots(const ForwardArgs& args) const;
-  /// True if nobody needs the tokens' destinations.
-  virtual bool keeps_ids() const { return false; }
+  /// False if rows go with the caller's ids, and nobody needs the tokens' destinations.
+  virtual bool finds_destinations() const { return true; }
+  /// Of this rank's tokens: what the placement says, without results.
+  core::TokenDestinations destinations_of(const TensorView& topk_ids) const;
 
   const core::Backend& backend() const;
   std::string what(std::string_view phase) const { return name_.of(phase); }

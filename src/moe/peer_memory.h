@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "fusedmoe/tensor.h"
+#include "moe/replica.h"
 
 namespace fusedmoe {
 
@@ -23,10 +24,12 @@ namespace fusedmoe {
 struct PeerStep {
   static constexpr int kMostTensors = 2;  ///< of rows: values and scales
 
-  std::uint32_t layer = 0, placement = 0;
+  std::uint32_t layer = 0;
+  /// Version of the placement, on the device: graphs tell the one that there is when they run.
+  const std::uint32_t* placement = nullptr;
   std::int64_t most_tokens = 0;  ///< of any rank
   std::int64_t topk = 0, row_bytes = 0;
-  std::int64_t ids = 0;                  ///< (ranks, most_tokens, topk) i32
+  std::int64_t ids = 0;                  ///< (ranks, most_tokens, topk) i32, physical experts
   std::int64_t weights = 0;              ///< (ranks, most_tokens, topk) f32
   std::int64_t rows[kMostTensors] = {};  ///< (most_tokens, columns of the tensor)
   std::int64_t results = 0;  ///< what this rank's experts leave for the tokens of all ranks
@@ -35,8 +38,9 @@ struct PeerStep {
 /// What a rank shows the others.
 struct PublishedRows {
   std::span<const TensorView> tensors;  ///< (num_tokens, columns) each; rows may have a stride
-  TensorView ids;                       ///< (num_tokens, topk) i32, physical experts
+  TensorView ids;                       ///< (num_tokens, topk) i32, as the router numbers experts
   TensorView weights;                   ///< (num_tokens, topk) f32
+  core::ReplicaTable replicas;          ///< of the physical experts, whose ids are published
 };
 
 /// Where the rows that name an expert of this rank are put. Row t of rank r becomes row

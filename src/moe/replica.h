@@ -10,6 +10,7 @@ namespace fusedmoe::core {
 
 class ReplicaTable {
  public:
+  ReplicaTable() = default;
   explicit ReplicaTable(const TokenDestinations& destinations)
       : offsets_(destinations.replica_offsets.as<const std::int32_t>()),
         replicas_(destinations.replicas.as<const std::int32_t>()),
@@ -30,11 +31,11 @@ class ReplicaTable {
   }
 
  private:
-  const std::int32_t* offsets_;
-  const std::int32_t* replicas_;
-  const std::int32_t* ranks_;
-  std::int32_t num_experts_;
-  std::int32_t nearest_rank_;
+  const std::int32_t* offsets_ = nullptr;
+  const std::int32_t* replicas_ = nullptr;
+  const std::int32_t* ranks_ = nullptr;
+  std::int32_t num_experts_ = 0;
+  std::int32_t nearest_rank_ = -1;
 };
 
 }  // namespace fusedmoe::core

@@ -270,6 +270,42 @@ TEST_P(CudaPack, RepackReplacesOneExpert) {
   expect_packed(*packed, problem.weights);
 }
 
+/// Kernels take as an argument whether the blocks of scales begin with a tile, so a graph holds it.
+TEST(CudaRepackTest, BlocksOfScalesBeginWhereTheyDid) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  Case spec;
+  spec.num_experts = 2;
+  spec.hidden = spec.intermediate = 256;
+  spec.scheme = parse_scheme("fp8_block");
+  const Problem whole = make_problem(spec);
+  ExpertWeights begins_with_a_tile = whole.weights, begins_elsewhere = whole.weights;
+  const auto cut = [](ExpertWeights& weights, std::int64_t first) {
+    weights.intermediate = 128;
+    for (ExpertMatrices& expert : weights.experts) {
+      for (WeightMatrix* matrix : {&expert.gate, &expert.up}) {
+        matrix->values = matrix->values.slice(0, first, first + 128);
+        if (first == 0) matrix->scales = matrix->scales.slice(0, 0, 1);
+        matrix->first_row = first;
+      }
+      expert.down.values = expert.down.values.slice(1, 0, 128);
+      expert.down.scales = expert.down.scales.slice(1, 0, 1);
+    }
+  };
+  cut(begins_with_a_tile, 0);
+  cut(begins_elsewhere, 8);
+  spec.intermediate = 128;
+  const auto experts = make_experts(spec);
+  const auto packed = experts->pack(begins_with_a_tile);
+  const std::string layout = packed->expert_layout();
+  EXPECT_EQ(argument_of([&] { experts->repack(begins_elsewhere, 0, *packed); }),
+            "weights.first_row");
+  EXPECT_EQ(packed->expert_layout(), layout);
+  const auto other = experts->pack(begins_elsewhere);
+  EXPECT_NE(other->expert_layout(), layout);
+  EXPECT_EQ(argument_of([&] { packed->replace_expert(0, *other->extract_expert(0)); }), "one");
+  experts->repack(begins_with_a_tile, 0, *other);
+}
+
 // ------------------------------------------------------------------------------------------------
 // Scales
 

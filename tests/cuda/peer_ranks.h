@@ -39,14 +39,16 @@ class PeerRanks {
   using Weights = std::function<LayerWeights(int rank)>;
   using Options = std::function<void(int rank, LayerOptions& options)>;
 
-  /// On so many GPUs, in turns.
+  /// On so many GPUs, in turns. Only experts that move are messages.
   explicit PeerRanks(int size, int gpus = 1, std::chrono::milliseconds timeout = kPatient)
       : communicators(static_cast<std::size_t>(size)) {
     const auto control = make_thread_control_plane();
+    const auto planes = make_thread_data_planes(size, Device{DeviceKind::kCuda, 0});
     run_ranks(size, [&](int rank) {
       const CommunicatorOptions options{timeout, Device{DeviceKind::kCuda, rank % gpus}, true,
                                         true};
-      communicators[rank] = std::make_shared<Communicator>(rank, size, control, nullptr, options);
+      communicators[rank] =
+          std::make_shared<Communicator>(rank, size, control, planes[rank], options);
     });
   }
   /// As nothing grows behind the first forward.

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "../ranks/same_parts.h"
 #include "../unit/temporary_directory.h"
 #include "cuda/mlp/kernel_choice.h"
 #include "cuda/rows/permute.h"
@@ -304,12 +305,32 @@ TEST_P(CudaSchemes, PackedWeightsComeBackFromFiles) {
   save_packed(*experts, *packed, folder / "packed");
   const auto loaded = load_packed(*experts, {folder / "packed"});
   EXPECT_TRUE(experts->accepts(*loaded));
-  const PackedParts expected = packed->parts(), actual = loaded->parts();
-  ASSERT_EQ(actual.size(), expected.size());
-  for (const auto& [name, part] : expected) {
-    ASSERT_TRUE(actual.contains(name)) << name;
-    EXPECT_TRUE(bitwise_equal(to_device(actual.at(name), {}), to_device(part, {}))) << name;
+  testing::expect_same_parts(*loaded, *packed);
+}
+
+/// Each expert goes as its parts, which lie on the device, to its place in other weights.
+TEST_P(CudaSchemes, ExpertsMoveAsTheyArePacked) {
+  const auto& [scheme, dtype] = GetParam();
+  Case spec = testing::scheme_cases(scheme).front();
+  spec.hidden = 256;
+  spec.intermediate = 128;
+  spec.bias = true;
+  const Problem problem = testing::make_problem(spec);
+  const Variant variant = testing::gpu_variant();
+  const auto experts =
+      variant.experts->create(variant.of(testing::make_config(spec, dtype, kGpu)), {});
+  const auto packed = experts->pack(problem.weights), room = experts->make_room(*packed);
+  EXPECT_EQ(room->expert_layout(), packed->expert_layout());
+  PackedWeights::Info info = packed->info();
+  info.num_experts = 1;
+  for (std::int64_t e = 0; e < spec.num_experts; ++e) {
+    PackedParts parts = packed->extract_expert(e)->parts();
+    for (auto& [name, part] : parts) part = to_gpu(part);
+    room->replace_expert(e, *experts->from_parts(info, parts));
   }
+  testing::expect_same_parts(*room, *packed);
+  EXPECT_THROW(room->replace_expert(spec.num_experts, *packed->extract_expert(0)), Error);
+  EXPECT_THROW(room->replace_expert(0, *packed), Error) << "of one expert alone";
 }
 
 }  // namespace

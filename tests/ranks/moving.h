@@ -3,6 +3,7 @@
 
 #include "error_text.h"
 #include "rank_layers.h"
+#include "same_parts.h"
 
 namespace fusedmoe::testing {
 
@@ -22,17 +23,6 @@ inline Tensor hidden_states_of(int rank, std::int64_t tokens) {
   return random_tensor(DType::kBF16, {tokens, 64}, 1, 30 + static_cast<std::uint64_t>(rank));
 }
 
-inline void expect_same_parts(const PackedWeights& actual, const PackedWeights& expected) {
-  const PackedParts a = actual.parts(), e = expected.parts();
-  ASSERT_EQ(a.size(), e.size());
-  for (const auto& [name, tensor] : e) {
-    ASSERT_TRUE(a.contains(name)) << name;
-    EXPECT_TRUE(bitwise_equal(a.at(name), tensor)) << name;
-  }
-  EXPECT_EQ(actual.info().a1_scale, expected.info().a1_scale);
-  EXPECT_EQ(actual.info().a2_scale, expected.info().a2_scale);
-}
-
 /// What a layer of these options holds and computes is what a new one does.
 inline void expect_as_made_anew(const MoeLayer& layer, const LayerWeights& weights,
                                 LayerOptions options) {
@@ -41,15 +31,6 @@ inline void expect_as_made_anew(const MoeLayer& layer, const LayerWeights& weigh
   expect_same_parts(layer.packed_weights(), anew.packed_weights());
   const Tensor x = hidden_states_of(options.ranks.communicator->rank(), 4);
   EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), forward_exactly(anew, x, kTokens)));
-}
-
-/// The weights of an expert, as a checkpoint gives them.
-inline ExpertSource source_of(const LayerWeights& weights) {
-  return [&](std::int64_t expert) {
-    ExpertWeights one = weights.experts;
-    one.experts = {weights.experts.experts[static_cast<std::size_t>(expert)]};
-    return one;
-  };
 }
 
 }  // namespace fusedmoe::testing

@@ -9,6 +9,7 @@
 namespace fusedmoe::survivors_test {
 
 using testing::bitwise_equal;
+using testing::Breaking;
 using testing::Case;
 using testing::Communicators;
 using testing::expect_as_made_anew;
@@ -27,22 +28,6 @@ using testing::RankCase;
 using testing::run_ranks;
 using testing::small_weights;
 using testing::source_of;
-
-/// A data plane that fails while experts travel.
-class Breaking final : public DataPlane {
- public:
-  explicit Breaking(std::shared_ptr<DataPlane> plane) : plane_(std::move(plane)) {}
-  std::string_view name() const override { return plane_->name(); }
-  void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
-                Waiting& waiting) override {
-    if (waiting.what() == "moving experts") throw std::runtime_error("the cable is cut");
-    plane_->exchange(sends, receives, stream, waiting);
-  }
-  void abort() noexcept override { plane_->abort(); }
-
- private:
-  std::shared_ptr<DataPlane> plane_;
-};
 
 /// All ranks go on, with a new communicator.
 TEST(SurvivorsTest, AMoveThatBreaksOffLeavesTheOldPlacement) {

@@ -68,6 +68,7 @@ class CudaExperts final : public core::RoutedExperts {
     static_cast<CudaPackedWeights&>(packed).replace(expert, weights.experts.front(),
                                                     Stream{config().device});
   }
+  std::shared_ptr<PackedWeights> make_room(const PackedWeights& like) const override;
 
  private:
   void check_here() const;
@@ -134,6 +135,15 @@ std::shared_ptr<PackedWeights> CudaExperts::from_parts(PackedWeights::Info info,
                                                        const PackedParts& parts) const {
   check_here();
   return std::make_shared<CudaPackedWeights>(std::move(info), kernels_, parts);
+}
+
+std::shared_ptr<PackedWeights> CudaExperts::make_room(const PackedWeights& like) const {
+  const auto* of_cuda = dynamic_cast<const CudaPackedWeights*>(&like);
+  FUSEDMOE_CHECK(of_cuda, "like", like.info().implementation, "packed on cuda");
+  PackedWeights::Info info = like.info();
+  info.num_experts = config().num_local_experts;
+  info.read_only = false;
+  return std::make_shared<CudaPackedWeights>(std::move(info), *of_cuda);
 }
 
 FusedMlpParams CudaExperts::make_params(const ForwardArgs& args, const Scratch& scratch,

@@ -1,5 +1,9 @@
-// Packed weights taken apart, as files keep them, and put together again. What is read is checked:
-// it may be anybody's file.
+// Packed weights taken apart: all of them, as files keep them, and what putting them together reads
+// (it is checked: it may be anybody's file); and one expert, which moves.
+//
+// Graphs hold the addresses of the arrays, and of host values scales_a_tile() and the static scales
+// in PackedWeights::Info, of all experts. So an expert is replaced in place, by one for which these
+// are the same. What else is of one expert alone lies in the arrays, or only unpack() reads it.
 #include <algorithm>
 #include <cstdint>
 #include <string>
@@ -12,19 +16,10 @@
 
 namespace fusedmoe::cuda {
 
-/// Those that there are, by name.
-std::vector<std::pair<const char*, const Tensor*>> PackedMatrices::arrays() const {
-  std::vector<std::pair<const char*, const Tensor*>> arrays{{"blocks", &blocks_},
-                                                            {"bias", &bias_},
-                                                            {"scales", &scales_},
-                                                            {"block_scales", &block_scales_},
-                                                            {"input_scales", &input_scales_}};
-  std::erase_if(arrays, [](const auto& array) { return !*array.second; });
-  return arrays;
-}
-
 void PackedMatrices::add_to(PackedParts& parts, const std::string& prefix) const {
-  for (const auto& [name, array] : arrays()) parts[prefix + name] = *array;
+  for (const auto& [name, array] : kArrays) {
+    if (this->*array) parts[prefix + name] = this->*array;
+  }
   const auto num_experts = static_cast<std::int64_t>(origins_.size());
   const Tensor shifts = parts[prefix + "exponent_shifts"] =
       Tensor::empty({num_experts}, DType::kI32);
@@ -47,19 +42,21 @@ void PackedMatrices::add_to(PackedParts& parts, const std::string& prefix) const
 }
 
 void PackedMatrices::take_from(const PackedParts& parts, const std::string& prefix, Stream stream) {
-  for (const auto& [name, array] : arrays()) {
-    copy(core::part(parts, prefix + name, array->dtype(), array->shape()), *array, stream);
+  for (const auto& [name, member] : kArrays) {
+    const Tensor& array = this->*member;
+    if (!array) continue;
+    copy(core::part(parts, prefix + name, array.dtype(), array.shape()), array, stream);
   }
   synchronize(stream);
+  const auto on_host = [&](const char* name, DType dtype, const Shape& shape) {
+    return to_device(core::part(parts, prefix + name, dtype, shape), {});
+  };
   const auto num_experts = static_cast<std::int64_t>(origins_.size());
-  const auto* shifts = core::part(parts, prefix + "exponent_shifts", DType::kI32, {num_experts})
-                           .as<const std::int32_t>();
-  std::copy_n(shifts, num_experts, exponent_shifts_.begin());
-  two_scales_a_tile_ =
-      *core::part(parts, prefix + "two_scales_a_tile", DType::kI32, {1}).as<const std::int32_t>() !=
-      0;
-  const auto* position = core::part(parts, prefix + "first", DType::kI64, {num_experts, 2, 2})
-                             .as<const std::int64_t>();
+  const Tensor shifts = on_host("exponent_shifts", DType::kI32, {num_experts});
+  std::copy_n(shifts.as<const std::int32_t>(), num_experts, exponent_shifts_.begin());
+  two_scales_a_tile_ = *on_host("two_scales_a_tile", DType::kI32, {1}).as<std::int32_t>() != 0;
+  const Tensor first = on_host("first", DType::kI64, {num_experts, 2, 2});
+  const auto* position = first.as<const std::int64_t>();
   for (std::size_t expert = 0; expert < origins_.size(); ++expert) {
     for (std::size_t half = 0; half < 2; ++half) {
       Origin& origin = origins_[expert][half];
@@ -83,7 +80,7 @@ void PackedMatrices::take_from(const PackedParts& parts, const std::string& pref
             core::format("{} {}", fusedmoe::name(given.dtype()), to_string(given.shape())),
             "a matrix, or a vector of f32");
         origin.*member = Tensor::empty(given.shape(), given.dtype());
-        copy(given, origin.*member, Stream{});
+        copy(to_device(given, {}), origin.*member, Stream{});
       }
     }
   }
@@ -93,7 +90,7 @@ CudaPackedWeights::CudaPackedWeights(Info info, const FormatKernels& kernels,
                                      const PackedParts& parts)
     : CudaPackedWeights(std::move(info), kernels) {
   const core::CurrentDevice current(this->info().device);
-  const Stream stream{this->info().device};
+  const OwnedStream stream(this->info().device);
   w13_.take_from(parts, "w13.", stream);
   w2_.take_from(parts, "w2.", stream);
 }
@@ -103,6 +100,57 @@ PackedParts CudaPackedWeights::parts() const {
   w13_.add_to(parts, "w13.");
   w2_.add_to(parts, "w2.");
   return parts;
+}
+
+CudaPackedWeights::CudaPackedWeights(Info info, const CudaPackedWeights& like)
+    : CudaPackedWeights(std::move(info), *like.kernels_) {
+  w13_.lay_out_as(like.w13_);
+  w2_.lay_out_as(like.w2_);
+}
+
+std::string CudaPackedWeights::expert_layout() const {
+  return core::format("{} with {} and {} scales a tile", format().name, w13_.scales_a_tile(),
+                      w2_.scales_a_tile());
+}
+
+std::shared_ptr<PackedWeights> CudaPackedWeights::extract_expert(std::int64_t expert) const {
+  core::check_expert_index(info(), expert);
+  const auto one = std::make_shared<CudaPackedWeights>(core::info_of_one(info()), *this);
+  one->put(0, *this, expert);
+  return one;
+}
+
+void CudaPackedWeights::replace_expert(std::int64_t expert, const PackedWeights& one) {
+  core::check_one_expert(info(), expert, one.info());
+  const auto* of_cuda = dynamic_cast<const CudaPackedWeights*>(&one);
+  FUSEDMOE_CHECK(of_cuda, "one", one.info().implementation, "packed on cuda");
+  FUSEDMOE_CHECK(of_cuda->expert_layout() == expert_layout(), "one", of_cuda->expert_layout(),
+                 expert_layout());
+  put(expert, *of_cuda, 0);
+}
+
+/// Beside forwards that run: a stream of its own, whose priority is the lowest, as CUDA's default
+/// is.
+void CudaPackedWeights::put(std::int64_t expert, const CudaPackedWeights& from,
+                            std::int64_t from_expert) {
+  const core::CurrentDevice current(info().device);
+  const OwnedStream stream(info().device);
+  w13_.put(expert, from.w13_, from_expert, stream);
+  w2_.put(expert, from.w2_, from_expert, stream);
+  synchronize(stream);
+}
+
+void PackedMatrices::put(std::int64_t expert, const PackedMatrices& from, std::int64_t from_expert,
+                         Stream stream) {
+  for (const auto& [name, member] : kArrays) {
+    const Tensor &to = this->*member, &source = from.*member;
+    if (to) {
+      copy(source.slice(0, from_expert, from_expert + 1), to.slice(0, expert, expert + 1), stream);
+    }
+  }
+  const auto to = static_cast<std::size_t>(expert), source = static_cast<std::size_t>(from_expert);
+  exponent_shifts_[to] = from.exponent_shifts_[source];
+  origins_[to] = from.origins_[source];
 }
 
 }  // namespace fusedmoe::cuda

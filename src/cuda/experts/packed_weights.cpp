@@ -150,6 +150,11 @@ int PackedMatrices::check(const WeightMatrix& gate, const WeightMatrix* up) cons
     FUSEDMOE_CHECK(gate.first_col == up->first_col, "weights.first_col",
                    core::format("{} of gate, {} of up", gate.first_col, up->first_col), "the same");
   }
+  if (scales_a_tile() == 2 && !has_two_scales_a_tile(gate, up)) {
+    throw Error::invalid("weights.first_row",
+                         "weights.first_row lets blocks of scales begin elsewhere in a tile than "
+                         "those of the experts that were packed");
+  }
   if (kernels_->check_scales) kernels_->check_scales(gate, up);
   return kernels_->exponent_shift ? kernels_->exponent_shift(gate, up) : 0;
 }
@@ -172,7 +177,18 @@ const WeightMatrix& PackedMatrices::source_of(std::int64_t row, const WeightMatr
   return gated_ && gated_is_up(row) ? *up : gate;
 }
 
-Tensor PackedMatrices::make_block_scales(const WeightMatrix& gate, const WeightMatrix* up) {
+/// Whether the scales of a tile are those of its two row blocks: 64 rows of gate and of up, or 128
+/// of one matrix.
+bool PackedMatrices::has_two_scales_a_tile(const WeightMatrix& gate, const WeightMatrix* up) const {
+  const int rows = gated_ ? kBlockRows : 2 * kBlockRows;
+  const auto begins_with_a_tile = [&](const WeightMatrix* matrix) {
+    return !matrix || matrix->first_row % rows == 0;
+  };
+  return scheme_.weights.group.rows % (2 * kBlockRows) == 0 && begins_with_a_tile(&gate) &&
+         begins_with_a_tile(up);
+}
+
+Tensor PackedMatrices::make_block_scales(const WeightMatrix& gate, const WeightMatrix* up) const {
   const GroupShape group = scheme_.weights.group;
   const Tensor host = Tensor::zeros({grid_.row_blocks, grid_.k_blocks, 8}, DType::kF32);
   for (std::int64_t i = 0; i < host.numel(); ++i) {
@@ -183,12 +199,6 @@ Tensor PackedMatrices::make_block_scales(const WeightMatrix& gate, const WeightM
     const WeightMatrix& matrix = source_of(slice * 8, gate, up);
     const std::int64_t c = core::block_of(k_block * format_->block.k, group.cols, matrix.first_col);
     host.as<float>()[i] = scale_at(scheme_.weights, matrix, feature, c);
-  }
-  // A tile has two row blocks: 64 rows of gate and of up, or 128 of one matrix.
-  const int rows = gated_ ? kBlockRows : 2 * kBlockRows;
-  for (const WeightMatrix* matrix : {&gate, up}) {
-    if (!matrix) continue;
-    two_scales_a_tile_ &= group.rows % (2 * kBlockRows) == 0 && matrix->first_row % rows == 0;
   }
   return host;
 }
@@ -348,7 +358,9 @@ void PackedMatrices::set(GemmParams& gemm) const {
 
 std::int64_t PackedMatrices::nbytes() const {
   std::int64_t total = 0;
-  for (const auto& [name, array] : arrays()) total += array->nbytes();
+  for (const auto& [name, array] : kArrays) {
+    if (this->*array) total += (this->*array).nbytes();
+  }
   return total;
 }
 
@@ -370,6 +382,11 @@ CudaPackedWeights::CudaPackedWeights(Info info, const FormatKernels& kernels,
     : CudaPackedWeights(std::move(info), kernels) {
   const Stream stream = options.stream.value_or(Stream{this->info().device});
   const std::int64_t num_experts = this->info().num_experts;
+  const bool gated = is_gated(this->info().activation.kind);
+  for (const ExpertMatrices& expert : weights.experts) {
+    w13_.lay_out_for(expert.gate, gated ? &expert.up : nullptr);
+    w2_.lay_out_for(expert.down, nullptr);
+  }
   for (std::int64_t e = 0; e < num_experts; ++e) {
     replace(e, weights.experts[static_cast<std::size_t>(e)], stream);
     if (options.progress) options.progress(e + 1, num_experts);

@@ -28,6 +28,19 @@ class PackedMatrices {
   void add_to(PackedParts& parts, const std::string& prefix) const;
   void take_from(const PackedParts& parts, const std::string& prefix, Stream stream);
 
+  /// Everything of an expert, from matrices that have the same arrays. Only enqueued.
+  void put(std::int64_t expert, const PackedMatrices& from, std::int64_t from_expert,
+           Stream stream);
+  /// How many scales multiply the results of a tile and a K block. Kernels take that of all experts
+  /// as an argument, so a graph holds it; 0: none.
+  int scales_a_tile() const { return !block_scales_ ? 0 : two_scales_a_tile_ ? 2 : 16; }
+
+  /// Room for the experts of `like`.
+  void lay_out_as(const PackedMatrices& like) { two_scales_a_tile_ = like.two_scales_a_tile_; }
+  /// To be told of every expert before the first is packed.
+  void lay_out_for(const WeightMatrix& gate, const WeightMatrix* up) {
+    two_scales_a_tile_ &= !block_scales_ || has_two_scales_a_tile(gate, up);
+  }
   /// Throws Error for matrices that cannot be packed; scales are in host memory. Returns
   /// FormatKernels::exponent_shift of them.
   int check(const WeightMatrix& gate, const WeightMatrix* up) const;
@@ -59,10 +72,10 @@ class PackedMatrices {
          {"largest_scales", &Origin::largest_scales}}};
   };
   Origin origin_of(const WeightMatrix& matrix) const;
-  std::vector<std::pair<const char*, const Tensor*>> arrays() const;
+  bool has_two_scales_a_tile(const WeightMatrix& gate, const WeightMatrix* up) const;
   float row_scale(const WeightMatrix& matrix, const Origin& origin, std::int64_t row,
                   float common) const;
-  Tensor make_block_scales(const WeightMatrix& gate, const WeightMatrix* up);
+  Tensor make_block_scales(const WeightMatrix& gate, const WeightMatrix* up) const;
   const WeightMatrix& source_of(std::int64_t row, const WeightMatrix& gate,
                                 const WeightMatrix* up) const;
 
@@ -78,8 +91,15 @@ class PackedMatrices {
   Tensor scales_;        // the same: what results are multiplied by; null where only K blocks have
                          // scales
   Tensor block_scales_;  // (experts, row_blocks, k_blocks, 8) f32, of 8 rows and a K block
+  Tensor input_scales_;  // (experts) f32 of NVFP4 activations
+  /// Those above, by name; some are undefined.
+  static constexpr std::array<std::pair<const char*, Tensor PackedMatrices::*>, 5> kArrays{
+      {{"blocks", &PackedMatrices::blocks_},
+       {"bias", &PackedMatrices::bias_},
+       {"scales", &PackedMatrices::scales_},
+       {"block_scales", &PackedMatrices::block_scales_},
+       {"input_scales", &PackedMatrices::input_scales_}}};
   bool two_scales_a_tile_ = true;               // GemmParams
-  Tensor input_scales_;                         // (experts) f32 of NVFP4 activations
   std::vector<int> exponent_shifts_;            // of experts
   std::vector<std::array<Origin, 2>> origins_;  // gate or down, up
 };
@@ -89,8 +109,10 @@ class CudaPackedWeights final : public PackedWeights {
   /// On info.device. Sources lie in host memory or there.
   CudaPackedWeights(Info info, const FormatKernels& kernels, const ExpertWeights& weights,
                     const PackOptions& options);
-  /// What parts() took apart, in host memory.
+  /// What parts() took apart, in host memory or on the device.
   CudaPackedWeights(Info info, const FormatKernels& kernels, const PackedParts& parts);
+  /// Room for experts, of the layout of `like`.
+  CudaPackedWeights(Info info, const CudaPackedWeights& like);
 
   const WeightFormat& format() const { return kernels_->format; }
   const PackedMatrices& w13() const { return w13_; }
@@ -98,6 +120,9 @@ class CudaPackedWeights final : public PackedWeights {
   std::int64_t nbytes() const override { return w13_.nbytes() + w2_.nbytes(); }
   /// The arrays on the device, and of each source matrix what they do not hold.
   PackedParts parts() const override;
+  std::string expert_layout() const override;
+  std::shared_ptr<PackedWeights> extract_expert(std::int64_t expert) const override;
+  void replace_expert(std::int64_t expert, const PackedWeights& one) override;
   void replace(std::int64_t expert, const ExpertMatrices& matrices, Stream stream);
   /// One expert as it was packed, in host tensors of its own; biases come back in f32.
   ExpertWeights unpack(std::int64_t expert) const;
@@ -105,6 +130,8 @@ class CudaPackedWeights final : public PackedWeights {
  private:
   /// Not packed yet.
   CudaPackedWeights(Info info, const FormatKernels& kernels);
+  /// Waits.
+  void put(std::int64_t expert, const CudaPackedWeights& from, std::int64_t from_expert);
 
   const FormatKernels* kernels_;
   PackedMatrices w13_, w2_;

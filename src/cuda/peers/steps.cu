@@ -21,17 +21,24 @@ constexpr int kBlocksPerMultiprocessor = 8;
 
 struct StepParams {
   PeerPlace place;
-  StepKey key;
+  StepKey fixed_key;               // without the placement
+  const std::uint32_t* placement;  // as in PeerStep
   std::int32_t topk, most_tokens;
   std::int64_t ids, weights;  // as in PeerStep
+
+  __device__ StepKey key() const {
+    StepKey key = fixed_key;
+    key.placement = *placement;
+    return key;
+  }
 };
 
 StepParams step_params(const PeerPlace& place, const PeerStep& step) {
   StepParams p{};
   p.place = place;
-  p.key = {step.layer, static_cast<std::uint32_t>(step.most_tokens),
-           static_cast<std::uint32_t>(step.topk), static_cast<std::uint32_t>(step.row_bytes),
-           step.placement};
+  p.fixed_key = {step.layer, static_cast<std::uint32_t>(step.most_tokens),
+                 static_cast<std::uint32_t>(step.topk), static_cast<std::uint32_t>(step.row_bytes)};
+  p.placement = step.placement;
   p.topk = static_cast<std::int32_t>(step.topk);
   p.most_tokens = static_cast<std::int32_t>(step.most_tokens);
   p.ids = step.ids;
@@ -49,10 +56,10 @@ __device__ Value* in_arena(const Peers& peers, int rank, std::int64_t offset) {
 __device__ bool await_all(const StepParams& p, Round round) {
   const Peers& peers = p.place.peers;
   const int from = static_cast<int>(threadIdx.x);
-  const bool here =
-      from >= peers.size || await_signal<DeviceWords>(peers, round, p.key, from, p.place.patience);
+  const bool here = from >= peers.size ||
+                    await_signal<DeviceWords>(peers, round, p.key(), from, p.place.patience);
   if (__syncthreads_and(here)) return true;
-  if (threadIdx.x == 0) give_up<DeviceWords>(peers, round, p.key, *p.place.record);
+  if (threadIdx.x == 0) give_up<DeviceWords>(peers, round, p.key(), *p.place.record);
   return false;
 }
 
@@ -71,7 +78,7 @@ __device__ void signal_when_all_done(const StepParams& p, Round round) {
   if (!is_last) return;
   if (threadIdx.x == 0) peers.own().ticket = 0;
   const int to = static_cast<int>(threadIdx.x);
-  if (to < peers.size) send_signal<DeviceWords>(peers, round, p.key, to);
+  if (to < peers.size) send_signal<DeviceWords>(peers, round, p.key(), to);
 }
 
 /// What another GPU may have written.
@@ -153,6 +160,7 @@ struct PublishParams {
   Travelling rows;
   const std::int32_t* ids;
   const float* weights;
+  core::ReplicaTable replicas;
   std::int32_t num_tokens;
 };
 
@@ -171,7 +179,8 @@ __global__ void __launch_bounds__(kCopyThreads)
       const int to = i / s.topk, j = i % s.topk;
       const std::int64_t from = std::int64_t{token} * s.topk + j;
       const std::int64_t slot = std::int64_t{peers.rank} * s.most_tokens * s.topk + from;
-      in_arena<std::int32_t>(peers, to, s.ids)[slot] = is_token ? p.ids[from] : -1;
+      in_arena<std::int32_t>(peers, to, s.ids)[slot] =
+          is_token ? p.replicas.choose(p.ids[from], token) : -1;
       if (is_token) in_arena<float>(peers, to, s.weights)[slot] = p.weights[from];
     }
     for (int t = 0; is_token && t < p.rows.count; ++t) {
@@ -227,7 +236,7 @@ __global__ void __launch_bounds__(kCopyThreads) pull_kernel(const __grid_constan
 __global__ void tell_results_kernel(const __grid_constant__ StepParams p) {
   const int to = static_cast<int>(threadIdx.x);
   if (to < p.place.peers.size) {
-    send_signal<DeviceWords>(p.place.peers, Round::kReturn, p.key, to);
+    send_signal<DeviceWords>(p.place.peers, Round::kReturn, p.key(), to);
   }
 }
 
@@ -334,6 +343,7 @@ void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedR
   p.rows = travelling(step, rows.tensors);
   p.ids = rows.ids.as<const std::int32_t>();
   p.weights = rows.weights.as<const float>();
+  p.replicas = rows.replicas;
   p.num_tokens = static_cast<std::int32_t>(rows.ids.size(0));
   launch(publish_kernel, dim3(blocks_for(step.most_tokens, stream)), dim3(kCopyThreads), 0, stream,
          false, p);
