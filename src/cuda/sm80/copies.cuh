@@ -21,15 +21,13 @@ class TileCopies {
     const GemmParams& gemm = p.gemms[tile.gemm];
     constexpr int kElement = sizeof(typename K::Activation);
     const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
-    row_pitch_ = gemm.row_pitch * kElement;
-    rows_ = static_cast<const std::uint8_t*>(gemm.activations) +
-            (tile.first_row + row) * row_pitch_ + tile.k_begin * K::kRowBytes + chunk * 16;
+    gemm_ = tile.gemm;
+    rows_ = chunks((tile.first_row + row) * row_pitch(gemm) + tile.k_begin * K::kRowBytes) + chunk;
     rows_left_ = tile.num_tokens - row;
     // FP8 numbers as f16 lie in whole groups of 16.
     const int k = K::kIsFp8 ? static_cast<int>(ceil_div(gemm.k, 16)) * 16 : gemm.k;
     bytes_left_ = k * kElement - tile.k_begin * K::kRowBytes - chunk * 16;
-    block_pitch_ = static_cast<std::int64_t>(gemm.k_blocks) * K::kBlockBytes;
-    weights_ = weights_of(gemm, tile) + threadIdx.x * 16;
+    weights_ = chunks(weights_offset(gemm, tile)) + threadIdx.x;
     row_blocks_ = min(K::kTileRowBlocks, gemm.row_blocks - tile.row_block);
     blocks_left_ = tile.k_end - tile.k_begin;
     stages_left_ = num_stages<K>(tile);
@@ -38,23 +36,24 @@ class TileCopies {
   __device__ __forceinline__ int stages_left() const { return stages_left_; }
 
   /// The next stage, to shared memory from `stage` on.
-  __device__ __forceinline__ void copy(std::uint32_t stage) {
+  __device__ __forceinline__ void copy(const FusedMlpParams& p, std::uint32_t stage) {
+    const GemmParams& gemm = p.gemms[gemm_];
     const int blocks = min(K::kStageBlocks, blocks_left_);
     // The last columns may end inside a chunk. Elsewhere nobody looks for an end.
     if (bytes_left_ >= K::kStageBlocks * K::kRowBytes) {
-      copy_rows(stage, K::kStageBlocks * K::kRowParts,
+      copy_rows(gemm, stage, K::kStageBlocks * K::kRowParts,
                 [](std::uint32_t to, const std::uint8_t* from, int) { copy_async(to, from); });
     } else {
-      copy_rows(stage, blocks * K::kRowParts,
+      copy_rows(gemm, stage, blocks * K::kRowParts,
                 [&](std::uint32_t to, const std::uint8_t* from, int part) {
                   copy_async(to, from, max(0, min(16, bytes_left_ - part * kSwizzleBytes)));
                 });
     }
-    copy_weights(stage + K::kWeightsOffset, blocks);
-    if constexpr (K::kHasKScales) copy_scales(stage + K::kScalesOffset, blocks);
-    rows_ += K::kStageBlocks * K::kRowBytes;
+    copy_weights(gemm, stage + K::kWeightsOffset, blocks);
+    if constexpr (K::kHasKScales) copy_scales(gemm, stage + K::kScalesOffset, blocks);
+    rows_ += chunks(K::kStageBlocks * K::kRowBytes);
     bytes_left_ -= K::kStageBlocks * K::kRowBytes;
-    weights_ += K::kRowBlockPitch;
+    weights_ += chunks(K::kRowBlockPitch);
     blocks_left_ -= K::kStageBlocks;
     --stages_left_;
   }
@@ -62,7 +61,7 @@ class TileCopies {
   /// Brings the packed blocks of a tile's first stages to the L2, while its rows are awaited.
   __device__ static void prefetch(const FusedMlpParams& p, const WorkTile& tile) {
     const GemmParams& gemm = p.gemms[tile.gemm];
-    const std::uint8_t* weights = weights_of(gemm, tile);
+    const std::uint8_t* weights = weights_of(gemm) + weights_offset(gemm, tile);
     const int blocks = min(K::kStages * K::kStageBlocks, tile.k_end - tile.k_begin);
     for (int b = 0; b < min(K::kTileRowBlocks, gemm.row_blocks - tile.row_block); ++b) {
       for (int at = threadIdx.x * 128; at < blocks * K::kBlockBytes; at += K::kThreads * 128) {
@@ -73,8 +72,17 @@ class TileCopies {
   }
 
  private:
-  __device__ static const std::uint8_t* weights_of(const GemmParams& gemm, const WorkTile& tile) {
-    return static_cast<const std::uint8_t*>(gemm.weights) + tile.expert * gemm.expert_bytes +
+  __device__ static std::uint32_t chunks(std::int64_t bytes) {
+    return static_cast<std::uint32_t>(bytes / 16);
+  }
+  __device__ static std::int64_t row_pitch(const GemmParams& gemm) {
+    return gemm.row_pitch * std::int64_t{sizeof(typename K::Activation)};
+  }
+  __device__ static const std::uint8_t* weights_of(const GemmParams& gemm) {
+    return static_cast<const std::uint8_t*>(gemm.weights);
+  }
+  __device__ static std::int64_t weights_offset(const GemmParams& gemm, const WorkTile& tile) {
+    return tile.expert * gemm.expert_bytes +
            (static_cast<std::int64_t>(tile.row_block) * gemm.k_blocks + tile.k_begin) *
                K::kBlockBytes;
   }
@@ -82,12 +90,13 @@ class TileCopies {
   /// Token rows in the 128-byte swizzle by copy(to, from, part), zeros behind their last column.
   /// Rows behind the tile's are left as they are: nobody stores what is made of them.
   template <typename Copy>
-  __device__ __forceinline__ void copy_rows(std::uint32_t stage, int parts,
+  __device__ __forceinline__ void copy_rows(const GemmParams& gemm, std::uint32_t stage, int parts,
                                             const Copy& copy) const {
     constexpr int kRows = K::kThreads / 8;  // at a time, a multiple of 8: a thread's swizzle stays
     const int row = threadIdx.x / 8, chunk = threadIdx.x % 8;
     const std::uint32_t to = stage + row * kSwizzleBytes + (chunk ^ row % 8) * 16;
-    const std::uint8_t* from = rows_;
+    const std::uint8_t* from =
+        static_cast<const std::uint8_t*>(gemm.activations) + std::int64_t{rows_} * 16;
 #pragma unroll
     for (int i = 0; i < static_cast<int>(ceil_div(K::kMaxTokens, kRows)); ++i) {
       if (i * kRows < rows_left_) {
@@ -98,12 +107,13 @@ class TileCopies {
                part);
         }
       }
-      from += kRows * row_pitch_;
+      from += kRows * row_pitch(gemm);
     }
   }
 
   /// The K blocks of a stage are neighbours.
-  __device__ __forceinline__ void copy_weights(std::uint32_t stage, int blocks) const {
+  __device__ __forceinline__ void copy_weights(const GemmParams& gemm, std::uint32_t stage,
+                                               int blocks) const {
     constexpr int kChunks = K::kBlockBytes / 16;
     static_assert(K::kBlockBytes % 16 == 0);
     const std::uint32_t to = stage + threadIdx.x * 16;
@@ -111,7 +121,8 @@ class TileCopies {
 #pragma unroll
     for (int b = 0; b < K::kTileRowBlocks; ++b) {
       if (b >= row_blocks_) break;
-      const std::uint8_t* from = weights_ + b * block_pitch_;
+      const std::uint8_t* from = weights_of(gemm) + std::int64_t{weights_} * 16 +
+                                 static_cast<std::int64_t>(b) * gemm.k_blocks * K::kBlockBytes;
 #pragma unroll
       for (int i = 0; i < static_cast<int>(ceil_div(kChunks * K::kStageBlocks, K::kThreads)); ++i) {
         if (static_cast<int>(threadIdx.x) + i * K::kThreads < count) {
@@ -125,40 +136,46 @@ class TileCopies {
   /// A thread copies one scale of each K block: of a token, or of a slice of weight rows.
   __device__ __forceinline__ void start_scales(const GemmParams& gemm, const WorkTile& tile) {
     static_assert(K::kScales <= K::kThreads);
-    scales_ = nullptr;
-    if (const int token = threadIdx.x; token < K::kMaxTokens) {
-      if (gemm.token_scale_pitch == 0 || token >= tile.num_tokens) return;
-      scale_pitch_ = gemm.token_scale_pitch;
-      scales_ = gemm.token_scales + tile.first_row + token;
+    const int token = threadIdx.x, slice = token - K::kMaxTokens;
+    if (is_token()) {
+      has_scale_ = gemm.token_scale_pitch != 0 && token < tile.num_tokens;
+      scale_ = tile.first_row + token;
     } else {
-      const int slice = token - K::kMaxTokens;
-      if (!gemm.block_scales || slice / kSlices >= row_blocks_) return;
-      const std::int64_t block = static_cast<std::int64_t>(tile.expert) * gemm.row_blocks +
-                                 tile.row_block + slice / kSlices;
-      scale_pitch_ = kSlices;
-      scales_ = gemm.block_scales + block * gemm.k_blocks * kSlices + slice % kSlices;
+      const int row_block = tile.expert * gemm.row_blocks + tile.row_block + slice / kSlices;
+      has_scale_ = gemm.block_scales && slice / kSlices < row_blocks_;
+      scale_ = row_block * gemm.k_blocks * kSlices + slice % kSlices;
     }
-    scales_ += tile.k_begin * scale_pitch_;
+    scale_ += tile.k_begin * scale_pitch(gemm);
   }
   /// 1 where there are none.
-  __device__ __forceinline__ void copy_scales(std::uint32_t stage, int blocks) {
+  __device__ __forceinline__ void copy_scales(const GemmParams& gemm, std::uint32_t stage,
+                                              int blocks) {
     if (threadIdx.x >= K::kScales) return;
+    const float* scales = is_token() ? gemm.token_scales : gemm.block_scales;
     std::uint32_t to = stage + threadIdx.x * int{sizeof(float)};
     for (int b = 0; b < blocks; ++b) {
-      if (scales_) {
-        copy_async_4(to, scales_);
-        scales_ += scale_pitch_;
+      if (has_scale_) {
+        copy_async_4(to, scales + scale_);
+        scale_ += scale_pitch(gemm);
       } else {
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(1.0F) : "memory");
       }
       to += K::kScales * int{sizeof(float)};
     }
   }
+  __device__ static bool is_token() {
+    return threadIdx.x < K::kMaxTokens;
+  }
+  /// Between K blocks.
+  __device__ static std::uint32_t scale_pitch(const GemmParams& gemm) {
+    return is_token() ? static_cast<std::uint32_t>(gemm.token_scale_pitch) : kSlices;
+  }
 
-  const float* scales_ = nullptr;
-  std::int64_t scale_pitch_ = 0;  // between K blocks
-  const std::uint8_t *rows_ = nullptr, *weights_ = nullptr;
-  std::int64_t row_pitch_ = 0, block_pitch_ = 0;
+  bool has_scale_ = false;
+  std::uint32_t scale_ = 0;  // the next
+  int gemm_ = 0;
+  // Where the next are, in chunks of 16 bytes: what takes 64 bits takes two registers.
+  std::uint32_t rows_ = 0, weights_ = 0;
   int rows_left_ = 0, bytes_left_ = 0, row_blocks_ = 0, blocks_left_ = 0, stages_left_ = 0;
 };
 

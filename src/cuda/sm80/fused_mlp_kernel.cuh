@@ -31,19 +31,14 @@ class TileQueue {
   /// At the beginning of a step.
   __device__ __forceinline__ void advance() {
     ++step_;
-    if (state_ == State::kWritten) state_ = State::kThere;
-    if (state_ == State::kAsked) {
-      if (threadIdx.x == 0) {
-        WorkTile& tile = shared_.tiles[next_ % K::kTileSlots];
-        tile = make_tile(shared_, p_, index_);
-        waits_for_rows_ = tile.gemm == 1;
-      }
-      state_ = State::kWritten;
-    }
-    if (threadIdx.x == 0 && state_ >= State::kWritten) {
-      if (waits_for_rows_) waits_for_rows_ = !rows_are_stored(shared_.tiles[next_ % K::kTileSlots]);
-      shared_.rows_are_stored[step_ % 2] = !waits_for_rows_;
-    }
+    const bool was_there = state_ >= State::kWritten;
+    if (was_there) state_ = State::kThere;
+    if (state_ == State::kAsked) state_ = State::kWritten;
+    if (threadIdx.x > 0 || state_ < State::kWritten) return;
+    WorkTile& tile = shared_.tiles[next_ % K::kTileSlots];
+    if (!was_there) tile = make_tile(shared_, p_, index_);
+    shared_.rows_are_stored[step_ % 2] =
+        (was_there && can_start()) || tile.gemm != 1 || rows_are_stored(tile);
   }
   /// Asks for the next tile, if nobody has.
   __device__ __forceinline__ void ask() {
@@ -74,8 +69,7 @@ class TileQueue {
   const FusedMlpParams& p_;
   unsigned step_ = 0, next_ = 0;
   State state_ = State::kNone;
-  int index_ = 0;  // of the first thread, as the next
-  bool waits_for_rows_ = false;
+  int index_ = 0;  // of the first thread
 };
 
 /// Accumulators -> rows.
@@ -121,14 +115,18 @@ __global__ void __launch_bounds__(K::kThreads, K::kBlocks)
   unsigned multiplied = 0;  // tiles so far
   int stages_left = 0;      // of the tile that is multiplied
   int step = 0;             // place of this step's copies in the ring
-  int token_tile = 0, count = 0;  // of a tile that was stored in the step before
   bool is_last = false, was_prefetched = false;
+  bool was_stored = false;  // a tile, in the step before
   queue.ask();
   while (true) {
     wait_for_copies<K::kStages - 2>();
     __syncthreads();
-    if (count > 0 && threadIdx.x == 0) count_stored(params, token_tile, count);
-    count = 0;
+    if (was_stored && threadIdx.x == 0) {
+      const WorkTile& tile = shared.tiles[(multiplied - 1) % K::kTileSlots];
+      const int count = count_of<K>(params, tile);
+      if (count > 0) count_stored(params, tile.token_tile, count);
+    }
+    was_stored = false;
     if (is_last && copied == 0) return;
     queue.advance();
 
@@ -148,7 +146,7 @@ __global__ void __launch_bounds__(K::kThreads, K::kBlocks)
     }
     const bool copies_now = copies.stages_left() > 0;
     if (copies_now) {
-      copies.copy(cute::cast_smem_ptr_to_uint(shared.stages[step]));
+      copies.copy(params, cute::cast_smem_ptr_to_uint(shared.stages[step]));
       if (copies.stages_left() <= 2) queue.ask();
     }
     commit_copies();
@@ -171,9 +169,8 @@ __global__ void __launch_bounds__(K::kThreads, K::kBlocks)
       multiply_stage<K>(shared, step, blocks, tile.num_tokens, coords, accumulators);
       if (stages_left == 0) {
         store_tile(shared, params, tile, coords, accumulators);
-        token_tile = tile.token_tile;
-        count = count_of<K>(params, tile);
         ++multiplied;
+        was_stored = true;
       }
     } else if (is_last || copied == 0) {
       __nanosleep(20);  // for the rows of others
