@@ -62,6 +62,7 @@ struct Communicator::Impl {
   std::string no_peer_memory() const;
   std::variant<std::vector<std::string>, std::string> offer(
       Communicator& communicator, const std::function<std::string()>& part) const;
+  void map_arena(int owner, const std::function<void()>& map) const;
   std::string map_arenas(Communicator& communicator, std::size_t bytes,
                          std::shared_ptr<PeerMemory>& made) const;
   /// The peers of messages as the data plane numbers them.

@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
+#include <utility>
 
 #include "comm/poll.h"
 #include "core/format.h"
@@ -88,7 +89,7 @@ std::string DescriptorSocket::address() const {
   return token_.text() + std::string(name.sun_path + 1, bytes - kNameBegin);
 }
 
-void DescriptorSocket::send(std::string_view address, int rank, int descriptor) const {
+bool DescriptorSocket::send(std::string_view address, int rank, int descriptor) const {
   Letter letter{{}, rank};
   sockaddr_un name{};
   name.sun_family = AF_UNIX;
@@ -102,29 +103,47 @@ void DescriptorSocket::send(std::string_view address, int rank, int descriptor) 
   datagram.get()->msg_name = &name;
   datagram.get()->msg_namelen = static_cast<socklen_t>(kNameBegin + path.size());
   datagram.attach(descriptor);
-  if (::sendmsg(socket_.get(), datagram.get(), MSG_NOSIGNAL) < 0) {
-    throw failed("cannot send a descriptor to another process of this host", errno);
-  }
+  if (::sendmsg(socket_.get(), datagram.get(), MSG_NOSIGNAL) >= 0) return true;
+  if (errno == EAGAIN || errno == EWOULDBLOCK) return false;
+  throw failed("cannot send a descriptor to another process of this host", errno);
 }
 
-int DescriptorSocket::receive(int& rank, SocketClock::time_point deadline,
-                              const std::function<void()>& meanwhile) const {
-  while (true) {
-    const auto now = SocketClock::now();
-    if (now >= deadline) throw Error::communication("no descriptor came from another process");
-    meanwhile();
-    if (!socket_.wait_to_read(std::min(deadline, now + kPollInterval))) continue;
+Socket DescriptorSocket::receive(int& rank, SocketClock::time_point until) const {
+  while (socket_.wait_to_read(until)) {
     Letter letter{};
     Datagram datagram(letter);
     if (::recvmsg(socket_.get(), datagram.get(), MSG_CMSG_CLOEXEC) < 0) continue;
     Socket descriptor(datagram.attached());  // closes what a stranger has sent
-    if ((datagram.get()->msg_flags & MSG_CTRUNC) != 0 && token_.is(letter.token)) {
+    if (!token_.is(letter.token)) continue;
+    if ((datagram.get()->msg_flags & MSG_CTRUNC) != 0) {
       throw Error::communication(
           "a descriptor came that this process has no room for: see `ulimit -n`");
     }
-    if (!descriptor || !token_.is(letter.token)) continue;
+    if (!descriptor) continue;
     rank = letter.rank;
-    return descriptor.release();
+    return descriptor;
+  }
+  return {};
+}
+
+/// Who cannot send takes what has come, so that the others can send.
+std::map<int, Socket> DescriptorSocket::exchange(int rank, int descriptor,
+                                                 const std::map<int, std::string>& others,
+                                                 SocketClock::time_point deadline,
+                                                 const std::function<void()>& meanwhile) const {
+  std::map<int, Socket> theirs;
+  auto next = others.begin();
+  while (true) {
+    while (next != others.end() && send(next->second, rank, descriptor)) ++next;
+    if (next == others.end() && theirs.size() == others.size()) return theirs;
+    const auto now = SocketClock::now();
+    if (now >= deadline) throw Error::communication("no descriptor came from another process");
+    meanwhile();
+    int from = -1;
+    Socket came = receive(from, std::min(deadline, now + kPollInterval));
+    if (came && (!others.contains(from) || !theirs.emplace(from, std::move(came)).second)) {
+      throw Error::communication(core::format("a descriptor came from rank {}", from));
+    }
   }
 }
 

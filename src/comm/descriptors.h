@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <string>
 #include <string_view>
 
@@ -22,14 +23,18 @@ class DescriptorSocket {
 
   /// What another rank must know to send something here; of printable characters.
   std::string address() const;
-  /// Sends a copy of a descriptor to the socket with this address(), as that of `rank`. Throws
-  /// Error where nobody is there.
-  void send(std::string_view address, int rank, int descriptor) const;
-  /// Waits for a descriptor from someone who knows this address: returns it, which the caller
-  /// closes, and sets `rank`. Calls meanwhile() every few milliseconds. Throws Error at the
+  /// Sends a copy of a descriptor to the socket with this address(), as that of `rank`. False: as
+  /// many lie unread there as the system allows. Throws Error where nobody is there.
+  bool send(std::string_view address, int rank, int descriptor) const;
+  /// Waits for a descriptor from someone who knows this address, and sets `rank`. Empty: none came
+  /// until then.
+  Socket receive(int& rank, SocketClock::time_point until) const;
+  /// Gives each of the others, ranks and addresses, a copy of this rank's descriptor and gets
+  /// theirs, while they do the same. Calls meanwhile() every few milliseconds. Throws Error at the
   /// deadline.
-  int receive(int& rank, SocketClock::time_point deadline,
-              const std::function<void()>& meanwhile) const;
+  std::map<int, Socket> exchange(int rank, int descriptor, const std::map<int, std::string>& others,
+                                 SocketClock::time_point deadline,
+                                 const std::function<void()>& meanwhile) const;
 
  private:
   const Socket socket_;

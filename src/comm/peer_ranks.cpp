@@ -3,6 +3,7 @@
 // could map those of the others.
 #include <algorithm>
 #include <charconv>
+#include <map>
 #include <utility>
 
 #include "comm/communicator_impl.h"
@@ -103,6 +104,19 @@ std::string Communicator::map_peers(std::size_t bytes) {
   return {};
 }
 
+/// What goes wrong names whose memory this rank cannot have, and the cause where that is known: a
+/// process may not see the other's GPU and map its memory all the same, so only then it is asked.
+void Communicator::Impl::map_arena(int owner, const std::function<void()>& map) const {
+  try {
+    map();
+  } catch (const Error& error) {
+    const bool reads = access[static_cast<std::size_t>(rank) * size + owner];
+    throw Error::communication(core::format("its GPU {} the memory of the GPU of rank {}: {}",
+                                            reads ? "cannot map" : "has no peer access to",
+                                            global(owner), error.what()));
+  }
+}
+
 std::string Communicator::Impl::map_arenas(Communicator& communicator, std::size_t bytes,
                                            std::shared_ptr<PeerMemory>& made) const {
   const auto deadline = comm::SocketClock::now() + options.timeout;
@@ -117,22 +131,18 @@ std::string Communicator::Impl::map_arenas(Communicator& communicator, std::size
   if (const auto* reason = std::get_if<std::string>(&offered)) return *reason;
   std::vector<std::uint64_t> marks;
   const auto mapped = offer(communicator, [&]() -> std::string {
-    std::vector<int> elsewhere;  // ranks of other processes
-    const comm::Socket own(made->descriptor());
+    std::map<int, std::string> elsewhere;  // ranks of other processes
     for (int r = 0; r < size; ++r) {
       const Offer theirs = Offer::parse(std::get<std::vector<std::string>>(offered)[r]);
       marks.push_back(theirs.mark);
-      if (made->map(r, theirs.mark)) continue;
-      elsewhere.push_back(r);
-      socket->send(theirs.address, rank, own.get());
+      map_arena(r, [&] {
+        if (!made->map(r, theirs.mark)) elsewhere.emplace(r, theirs.address);
+      });
     }
-    for (std::size_t i = 0; i < elsewhere.size(); ++i) {
-      int from = -1;
-      const comm::Socket theirs(socket->receive(from, deadline, [&] { communicator.check(); }));
-      if (std::count(elsewhere.begin(), elsewhere.end(), from) == 0) {
-        throw Error::communication(core::format("a descriptor came from rank {}", from));
-      }
-      made->map_descriptor(from, theirs.get());
+    const comm::Socket own(made->descriptor());
+    for (const auto& [r, theirs] :
+         socket->exchange(rank, own.get(), elsewhere, deadline, [&] { communicator.check(); })) {
+      map_arena(r, [&] { made->map_descriptor(r, theirs.get()); });
     }
     return {};
   });

@@ -29,8 +29,10 @@ Function driver_function(const char* name) {
 
 void check(CUresult result, const char* call) {
   if (result == CUDA_SUCCESS) return;
-  throw Error::device(result,
-                      core::format("{} failed with CUresult {}", call, static_cast<int>(result)));
+  static const auto text_of = driver_function<decltype(&cuGetErrorString)>("cuGetErrorString");
+  const char* text = nullptr;
+  if (text_of(result, &text) != CUDA_SUCCESS) text = "a CUresult that has no text";
+  throw Error::device(result, core::format("{} failed: {}", call, text));
 }
 
 // The names as text: the headers rename some of them.
