@@ -221,6 +221,63 @@ TEST_F(PeerMemoryTest, ReplaysGiveTheBitsOfOtherSteps) {
   }
 }
 
+/// Each rank has a graph on a stream of its own, as ranks on several GPUs have. There the kernels
+/// of a step follow each other at once, so one may begin while the one before still runs.
+TEST_F(PeerMemoryTest, ReplaysOnAStreamForEachRankGiveTheBitsOfOtherSteps) {
+  constexpr int kSize = 2, kInputs = 4, kReplays = 1000;
+  const LayerWeights weights = make_layer_weights({small_case("bf16")});
+  for (const std::int64_t tokens : {std::int64_t{1}, kTokens}) {
+    const PeerRanks ranks(kSize, gpu_counts().back());
+    const auto layers = ranks.make(weights, tokens);
+    std::vector<PeerBuffers> buffers;
+    std::vector<OwnedStream> streams;
+    std::vector<Graph> graphs;
+    std::vector<std::vector<Tensor>> inputs(kSize), expected(kSize), outputs(kSize);
+    for (int r = 0; r < kSize; ++r) {
+      const Device device = layers[r]->config().device;
+      buffers.emplace_back(*layers[r], tokens, tokens);
+      streams.emplace_back(device);
+      for (int i = 0; i < kInputs; ++i) {
+        inputs[r].push_back(
+            to_device(random_tensor(DType::kBF16, buffers[r].x.shape(), 1, 8 * i + r), device));
+      }
+      for (int i = 0; i < kReplays; ++i) {
+        outputs[r].push_back(Tensor::empty(buffers[r].x.shape(), DType::kBF16, device));
+      }
+    }
+    ForwardOptions options;
+    options.max_tokens = tokens;
+    options.fixed_sizes = true;
+    for (int i = 0; i < kInputs; ++i) {
+      for (int r = 0; r < kSize; ++r) buffers[r].fill(inputs[r][i]);
+      run_all(layers, buffers, options);
+      wait_for_all(layers);
+      for (int r = 0; r < kSize; ++r) expected[r].push_back(to_host(buffers[r].output));
+    }
+    for (int r = 0; r < kSize; ++r) {
+      options.stream = streams[r];
+      graphs.emplace_back(streams[r], [&] {
+        layers[r]->forward(buffers[r].x, buffers[r].output, buffers[r].scratch(), options);
+      });
+    }
+    for (int i = 0; i < kReplays; ++i) {
+      for (int r = 0; r < kSize; ++r) {
+        copy(inputs[r][i % kInputs], buffers[r].x, streams[r]);
+        graphs[r].launch(streams[r]);
+        copy(buffers[r].output, outputs[r][i], streams[r]);
+      }
+    }
+    for (int r = 0; r < kSize; ++r) {
+      synchronize(streams[r]);
+      ranks.communicators[r]->check();
+      for (int i = 0; i < kReplays; ++i) {
+        ASSERT_TRUE(bitwise_equal(to_host(outputs[r][i]), expected[r][i % kInputs]))
+            << tokens << " tokens, rank " << r << ", replay " << i;
+      }
+    }
+  }
+}
+
 /// All tokens choose the experts of one rank, where there is room for twice their mean. With fewer
 /// tokens, rows of GEMM 2 in fp32 would take more room than what passes save.
 TEST_F(PeerMemoryTest, MoreExpertRowsThanThereIsRoomForTakeSeveralPasses) {

@@ -111,7 +111,8 @@ FUSEDMOE_HD_EITHER
 template <typename Words>
 FUSEDMOE_HD void begin_step(const Peers& peers) {
   ArenaHead& own = peers.own();
-  if (Words::load(&own.dead) == 0) Words::store(&own.epoch, Words::load(&own.epoch) + 1);
+  const std::uint32_t dead = Words::load(&own.dead), epoch = Words::load(&own.epoch);
+  if (dead == 0) Words::store(&own.epoch, epoch + 1);
 }
 
 /// Tells a rank that this one has come to the round. By any thread, behind all that the rank may
@@ -120,37 +121,59 @@ FUSEDMOE_HD_EITHER
 template <typename Words>
 FUSEDMOE_HD void send_signal(const Peers& peers, Round round, const StepKey& key, int to) {
   const ArenaHead& own = peers.own();
-  if (Words::load(&own.dead) != 0) return;
+  const std::uint32_t dead = Words::load(&own.dead), epoch = Words::load(&own.epoch);
+  if (dead != 0) return;
   SignalLine& line = peers.arenas[to]->lines[static_cast<int>(round)][peers.rank];
+  Words::store_release(&line.flag, flag_of(epoch, key));
+  // The flag does not wait for its key: who wants that sees by the hash whether it has come.
   Words::store(&line.key.layer, key.layer);
   Words::store(&line.key.most_tokens, key.most_tokens);
   Words::store(&line.key.topk, key.topk);
   Words::store(&line.key.row_bytes, key.row_bytes);
   Words::store(&line.key.placement, key.placement);
-  Words::store_release(&line.flag, flag_of(Words::load(&own.epoch), key));
+}
+
+/// The key that belongs to a flag.
+FUSEDMOE_HD_EITHER
+template <typename Words>
+FUSEDMOE_HD StepKey key_of(const SignalLine& line, std::uint64_t flag) {
+  constexpr int kTries = 100000;  // it is on its way
+  StepKey key;
+  for (int tries = 0; tries < kTries; ++tries) {
+    key = {Words::load(&line.key.layer), Words::load(&line.key.most_tokens),
+           Words::load(&line.key.topk), Words::load(&line.key.row_bytes),
+           Words::load(&line.key.placement)};
+    if (hash(key) == static_cast<std::uint32_t>(flag)) break;
+    Words::pause();
+  }
+  return key;
 }
 
 /// Waits until a rank has come to the round. False: the step has failed; then some thread must
-/// call give_up() behind all waits of its block.
+/// call give_up() behind all waits of its block. `asks_host`: looks at the host's word, which is
+/// far. Those of one block do, as a thousand looks at the same time take a millisecond; the others
+/// see that these have given up.
 FUSEDMOE_HD_EITHER
 template <typename Words>
 FUSEDMOE_HD bool await_signal(const Peers& peers, Round round, const StepKey& key, int from,
-                              const Patience& patience) {
-  constexpr int kLooks = 64;  // between those at the clock, and at the host's word, which is far
+                              const Patience& patience, bool asks_host = true) {
+  constexpr int kLooks = 64;  // between those at the clock and at the words that end a wait
   ArenaHead& own = peers.own();
-  if (Words::load(&own.dead) != 0) return false;
-  const std::uint32_t epoch = Words::load(&own.epoch), bit = 1U << from;
-  const std::uint64_t expected = flag_of(epoch, key), begin = Words::nanoseconds();
   const std::uint64_t* flag = &own.lines[static_cast<int>(round)][from].flag;
+  const std::uint32_t dead = Words::load(&own.dead), epoch = Words::load(&own.epoch);
+  std::uint64_t seen = Words::load_acquire(flag);
+  if (dead != 0) return false;
+  const std::uint32_t bit = 1U << from;
+  const std::uint64_t expected = flag_of(epoch, key), begin = Words::nanoseconds();
   for (int looks = 1;; ++looks) {
-    const std::uint64_t seen = Words::load_acquire(flag);
     if (seen == expected) return true;
     if (static_cast<std::uint32_t>(seen >> 32) != epoch - 1) {  // not that of the step before
       Words::set_bits(&own.different, bit);
       return false;
     }
     if (looks % kLooks == 0) {
-      if (Words::load(patience.abort) != 0) {
+      if (Words::load(&own.dead) != 0) return false;
+      if (asks_host && Words::load(patience.abort) != 0) {
         Words::set_bits(&own.told, 1);
         return false;
       }
@@ -160,6 +183,7 @@ FUSEDMOE_HD bool await_signal(const Peers& peers, Round round, const StepKey& ke
       }
     }
     Words::pause();
+    seen = Words::load_acquire(flag);
   }
 }
 
@@ -180,10 +204,9 @@ FUSEDMOE_HD void give_up(const Peers& peers, Round round, const StepKey& key,
   for (int from = 0; from < peers.size; ++from) {
     if ((different >> from & 1) == 0) continue;
     const SignalLine& line = own.lines[static_cast<int>(round)][from];
-    record.their_epoch = static_cast<std::uint32_t>(Words::load_acquire(&line.flag) >> 32);
-    record.theirs = {Words::load(&line.key.layer), Words::load(&line.key.most_tokens),
-                     Words::load(&line.key.topk), Words::load(&line.key.row_bytes),
-                     Words::load(&line.key.placement)};
+    const std::uint64_t flag = Words::load_acquire(&line.flag);
+    record.their_epoch = static_cast<std::uint32_t>(flag >> 32);
+    record.theirs = key_of<Words>(line, flag);
     break;
   }
   Words::store_release(&record.is_written, 1);

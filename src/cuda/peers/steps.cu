@@ -6,8 +6,10 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/ceil_div.h"
 #include "core/check.h"
 #include "cuda/device/launch.h"
+#include "cuda/device/overlap.cuh"
 #include "cuda/peers/device_words.cuh"
 #include "cuda/rows/element.cuh"
 #include "moe/local_experts.h"
@@ -15,9 +17,21 @@
 namespace fusedmoe::cuda {
 namespace {
 
-constexpr int kCopyThreads = 256;  // which read a row of 14 KB at once
-constexpr int kThreads = 128;
-constexpr int kBlocksPerMultiprocessor = 8;
+/// Threads that work on one row, or on one chunk of a sum. A block has several such teams where
+/// there is much to do: as all blocks look at the same words while they wait, there are no more of
+/// them than multiprocessors.
+template <int kSize>
+struct Team {
+  static constexpr int kThreads = kSize;
+  static constexpr int kMost = 1024 / kThreads;
+
+  int thread = static_cast<int>(threadIdx.x) % kThreads;
+  int first = static_cast<int>(blockIdx.x * (blockDim.x / kThreads) + threadIdx.x / kThreads);
+  int step = static_cast<int>(gridDim.x * (blockDim.x / kThreads));
+};
+using RowTeam = Team<256>;  // which reads a row of 14 KB at once
+using SumTeam = Team<128>;
+constexpr int kMostThreads = 1024;
 
 struct StepParams {
   PeerPlace place;
@@ -56,23 +70,24 @@ __device__ Value* in_arena(const Peers& peers, int rank, std::int64_t offset) {
 __device__ bool await_all(const StepParams& p, Round round) {
   const Peers& peers = p.place.peers;
   const int from = static_cast<int>(threadIdx.x);
-  const bool here = from >= peers.size ||
-                    await_signal<DeviceWords>(peers, round, p.key(), from, p.place.patience);
+  const bool here =
+      from >= peers.size ||
+      await_signal<DeviceWords>(peers, round, p.key(), from, p.place.patience, blockIdx.x == 0);
   if (__syncthreads_and(here)) return true;
   if (threadIdx.x == 0) give_up<DeviceWords>(peers, round, p.key(), *p.place.record);
   return false;
 }
 
 /// By all threads of a block, behind what other ranks may read: the last block of the grid tells
-/// them all.
+/// them all. What each block has written is with the other ranks before its ticket is drawn.
 __device__ void signal_when_all_done(const StepParams& p, Round round) {
   const Peers& peers = p.place.peers;
   __shared__ bool is_last;
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence_system();
-    is_last = atomicAdd(&peers.own().ticket, 1) == gridDim.x - 1;
-    __threadfence_system();
+    is_last = gridDim.x == 1 || atomicAdd(&peers.own().ticket, 1) == gridDim.x - 1;
+    __threadfence();
   }
   __syncthreads();
   if (!is_last) return;
@@ -95,22 +110,25 @@ __device__ Unit load_far(const Unit* from) {
   return *const_cast<const volatile Unit*>(from);
 }
 
+/// `is_dead`, which may still be on its way when the loads begin: nothing is written.
 template <typename Unit, bool kFar>
-__device__ void copy_units(const char* from, char* to, int row_bytes) {
-  constexpr int kBatch = 4;  // of a thread, read at the same time
+__device__ void copy_units(const char* from, char* to, int row_bytes, int thread,
+                           std::uint32_t is_dead) {
+  constexpr int kThreads = RowTeam::kThreads, kBatch = 4;  // of a thread, read at the same time
   const auto* source = reinterpret_cast<const Unit*>(from);
   auto* target = reinterpret_cast<Unit*>(to);
   const int units = row_bytes / static_cast<int>(sizeof(Unit));
-  for (int first = static_cast<int>(threadIdx.x); first < units; first += kBatch * kCopyThreads) {
+  for (int first = thread; first < units; first += kBatch * kThreads) {
     Unit values[kBatch] = {};
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      const int unit = first + b * kCopyThreads;
+      const int unit = first + b * kThreads;
       if (unit < units) values[b] = kFar ? load_far(source + unit) : source[unit];
     }
+    if (is_dead != 0) return;
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      const int unit = first + b * kCopyThreads;
+      const int unit = first + b * kThreads;
       if (unit < units) target[unit] = values[b];
     }
   }
@@ -123,13 +141,13 @@ struct TravellingRows {
   std::int32_t row_bytes, unit;
 
   template <bool kFar>
-  __device__ void copy(const char* from, char* to) const {
+  __device__ void copy(const char* from, char* to, int thread, std::uint32_t is_dead = 0) const {
     if (unit == 16) {
-      copy_units<uint4, kFar>(from, to, row_bytes);
+      copy_units<uint4, kFar>(from, to, row_bytes, thread, is_dead);
     } else if (unit == 4) {
-      copy_units<std::uint32_t, kFar>(from, to, row_bytes);
+      copy_units<std::uint32_t, kFar>(from, to, row_bytes, thread, is_dead);
     } else {
-      copy_units<std::uint8_t, kFar>(from, to, row_bytes);
+      copy_units<std::uint8_t, kFar>(from, to, row_bytes, thread, is_dead);
     }
   }
 };
@@ -164,32 +182,36 @@ struct PublishParams {
   std::int32_t num_tokens;
 };
 
-/// A block takes tokens in turn: copies the rows to this rank's arena, ids and weights to all.
-/// Behind the tokens that there are, ids are -1.
-__global__ void __launch_bounds__(kCopyThreads)
+/// Copies the rows to this rank's arena, ids and weights to all. Behind the tokens that there are,
+/// ids are -1.
+__global__ void __launch_bounds__(kMostThreads)
     publish_kernel(const __grid_constant__ PublishParams p) {
   const StepParams& s = p.step;
   const Peers& peers = s.place.peers;
-  if (DeviceWords::load(&peers.own().dead) != 0) return;
+  const std::uint32_t is_dead = DeviceWords::load(&peers.own().dead);
   if (blockIdx.x == 0 && threadIdx.x == 0) begin_step<DeviceWords>(peers);
-  for (int token = static_cast<int>(blockIdx.x); token < s.most_tokens;
-       token += static_cast<int>(gridDim.x)) {
+  const RowTeam team;
+  for (int token = team.first; token < s.most_tokens; token += team.step) {
     const bool is_token = token < p.num_tokens;
-    for (int i = static_cast<int>(threadIdx.x); i < peers.size * s.topk; i += kCopyThreads) {
+    for (int i = team.thread; i < peers.size * s.topk; i += RowTeam::kThreads) {
       const int to = i / s.topk, j = i % s.topk;
       const std::int64_t from = std::int64_t{token} * s.topk + j;
       const std::int64_t slot = std::int64_t{peers.rank} * s.most_tokens * s.topk + from;
-      in_arena<std::int32_t>(peers, to, s.ids)[slot] =
-          is_token ? p.replicas.choose(p.ids[from], token) : -1;
-      if (is_token) in_arena<float>(peers, to, s.weights)[slot] = p.weights[from];
+      const std::int32_t id = is_token ? p.replicas.choose(p.ids[from], token) : -1;
+      const float weight = is_token ? p.weights[from] : 0;
+      if (is_dead != 0) return;
+      in_arena<std::int32_t>(peers, to, s.ids)[slot] = id;
+      in_arena<float>(peers, to, s.weights)[slot] = weight;
     }
     for (int t = 0; is_token && t < p.rows.count; ++t) {
       const TravellingRows& rows = p.rows.tensors[t];
       rows.copy<false>(
           rows.here + token * rows.pitch,
-          in_arena<char>(peers, peers.rank, rows.arena) + std::int64_t{token} * rows.row_bytes);
+          in_arena<char>(peers, peers.rank, rows.arena) + std::int64_t{token} * rows.row_bytes,
+          team.thread, is_dead);
     }
   }
+  if (is_dead != 0) return;
   signal_when_all_done(s, Round::kDispatch);
 }
 
@@ -202,38 +224,45 @@ struct PullParams {
   std::int32_t* local_slots;
 };
 
-/// A block takes rows in turn; neighbouring blocks those of different ranks, beginning behind this
-/// one, so that no rank is read by all at once.
-__global__ void __launch_bounds__(kCopyThreads) pull_kernel(const __grid_constant__ PullParams p) {
+/// Neighbouring teams take rows of different ranks, beginning behind this one, so that no rank is
+/// read by all at once.
+__device__ void fetch_rows(const PullParams& p) {
   const StepParams& s = p.step;
   const Peers& peers = s.place.peers;
-  if (!await_all(s, Round::kDispatch)) return;
   const auto* ids = in_arena<const std::int32_t>(peers, peers.rank, s.ids);
   const int all = peers.size * s.most_tokens;
-  for (int i = static_cast<int>(blockIdx.x); i < all; i += static_cast<int>(gridDim.x)) {
+  const RowTeam team;
+  const int lane = team.thread % 32;
+  for (int i = team.first; i < all; i += team.step) {
     const int source = (i + 1 + peers.rank) % peers.size, token = i / peers.size;
     const std::int64_t row = std::int64_t{source} * s.most_tokens + token;
-    int found = 0;
-    for (int j = static_cast<int>(threadIdx.x); j < s.topk; j += kCopyThreads) {
+    int found = 0;  // by each warp
+    for (int first = 0; first < s.topk; first += 32) {
+      const int j = first + lane;
       const std::int64_t slot = row * s.topk + j;
-      const bool is_here = p.local_experts(ids[slot]) >= 0;
-      found += is_here;
+      const bool is_here = j < s.topk && p.local_experts(ids[slot]) >= 0;
+      found += __popc(__ballot_sync(~0U, is_here));
+      if (team.thread >= 32 || j >= s.topk) continue;
       if (p.slot_rows) p.slot_rows[slot] = is_here ? static_cast<std::int32_t>(slot) : -1;
       if (p.ones) p.ones[slot] = 1;
     }
-    if (p.local_slots && found > 0) atomicAdd(p.local_slots, found);
-    if (__syncthreads_or(found) == 0) continue;
+    if (found == 0) continue;
+    if (p.local_slots && team.thread == 0) atomicAdd(p.local_slots, found);
     for (int t = 0; t < p.rows.count; ++t) {
       const TravellingRows& rows = p.rows.tensors[t];
       rows.copy<true>(
           in_arena<const char>(peers, source, rows.arena) + std::int64_t{token} * rows.row_bytes,
-          rows.here + row * rows.pitch);
+          rows.here + row * rows.pitch, team.thread);
     }
   }
 }
+__global__ void __launch_bounds__(kMostThreads) pull_kernel(const __grid_constant__ PullParams p) {
+  if (await_all(p.step, Round::kDispatch)) fetch_rows(p);
+}
 
-/// Behind the experts.
+/// Behind the experts. Begins when they end, and so a little earlier than without overlap.
 __global__ void tell_results_kernel(const __grid_constant__ StepParams p) {
+  wait_for_previous_launch();
   const int to = static_cast<int>(threadIdx.x);
   if (to < p.place.peers.size) {
     send_signal<DeviceWords>(p.place.peers, Round::kReturn, p.key(), to);
@@ -248,7 +277,7 @@ struct SumParams {
   const std::int32_t* ids;
   const std::int32_t* physical_ranks;
   const float* weights;  // null: 1
-  std::int32_t num_tokens, num_physical, hidden, parts;
+  std::int32_t num_tokens, num_physical, hidden, chunks, parts;
   bool per_slot, accumulate;
 
   /// The rank of a slot's expert; -1: nobody's.
@@ -256,64 +285,75 @@ struct SumParams {
     const std::int32_t id = ids[slot];
     return id < 0 || id >= num_physical ? -1 : physical_ranks[id];
   }
+  /// The ranks that have an expert of a token, as bits; with per_slot nobody needs them.
+  __device__ std::uint32_t ranks_of(int token) const {
+    std::uint32_t ranks = 0;
+    if (per_slot || token >= num_tokens) return ranks;
+    for (int j = 0; j < step.topk; ++j) {
+      const int rank = rank_of(std::int64_t{token} * step.topk + j);
+      if (rank >= 0) ranks |= 1U << rank;
+    }
+    return ranks;
+  }
 };
 
-/// Block (some tokens, chunk of columns). The rows of kBatch parts are on their way at once.
+/// A team adds a chunk of a token's columns. The rows of kBatch parts are on their way at once.
 template <typename Row, typename Output, int kWidth>
-__global__ void __launch_bounds__(kThreads)
-    sum_results_kernel(const __grid_constant__ SumParams<Output> p) {
+__device__ void add_chunk(const SumParams<Output>& p, int token, int column, std::uint32_t ranks) {
   constexpr int kBatch = 4;
   const StepParams& s = p.step;
   const Peers& peers = s.place.peers;
-  if (!await_all(s, Round::kReturn)) return;
-  const int column =
-      (static_cast<int>(blockIdx.y) * kThreads + static_cast<int>(threadIdx.x)) * kWidth;
-  if (column >= p.hidden) return;
-  for (int token = static_cast<int>(blockIdx.x); token < p.num_tokens;
-       token += static_cast<int>(gridDim.x)) {
-    const std::int64_t first_slot = std::int64_t{token} * s.topk;
-    std::uint32_t ranks = 0;
-    for (int j = 0; !p.per_slot && j < s.topk; ++j) {
-      const int rank = p.rank_of(first_slot + j);
-      if (rank >= 0) ranks |= 1U << rank;
+  const std::int64_t first_slot = std::int64_t{token} * s.topk;
+  float sums[kWidth] = {};
+  for (int first = 0; first < p.parts; first += kBatch) {
+    const Row* at[kBatch];
+    float weight[kBatch];
+    Pack<Row, kWidth> rows[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int part = first + b;
+      const bool is_part = part < p.parts;
+      const int rank = !is_part     ? -1
+                       : p.per_slot ? p.rank_of(first_slot + part)
+                                    : ((ranks >> part & 1) != 0 ? part : -1);
+      std::int64_t row = std::int64_t{peers.rank} * s.most_tokens + token;
+      if (p.per_slot) row = row * s.topk + part;
+      at[b] = rank < 0 ? nullptr
+                       : in_arena<const Row>(peers, rank, p.results) + row * p.hidden + column;
+      weight[b] = rank >= 0 && p.weights ? p.weights[first_slot + part] : 1.0f;
     }
-    float sums[kWidth] = {};
-    for (int first = 0; first < p.parts; first += kBatch) {
-      const Row* at[kBatch];
-      float weight[kBatch];
-      Pack<Row, kWidth> rows[kBatch];
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int part = first + b;
-        const bool is_part = part < p.parts;
-        const int rank = !is_part     ? -1
-                         : p.per_slot ? p.rank_of(first_slot + part)
-                                      : ((ranks >> part & 1) != 0 ? part : -1);
-        std::int64_t row = std::int64_t{peers.rank} * s.most_tokens + token;
-        if (p.per_slot) row = row * s.topk + part;
-        at[b] = rank < 0 ? nullptr
-                         : in_arena<const Row>(peers, rank, p.results) + row * p.hidden + column;
-        weight[b] = rank >= 0 && p.weights ? p.weights[first_slot + part] : 1.0f;
-      }
+    for (int b = 0; b < kBatch; ++b) {
+      using Unit = std::conditional_t<
+          sizeof(rows[b]) == 16, uint4,
+          std::conditional_t<sizeof(rows[b]) == 4, std::uint32_t, std::uint16_t>>;
+      if (!at[b]) continue;
+      const Unit unit = load_far(reinterpret_cast<const Unit*>(at[b]));
+      memcpy(&rows[b], &unit, sizeof unit);
+    }
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        using Unit = std::conditional_t<
-            sizeof(rows[b]) == 16, uint4,
-            std::conditional_t<sizeof(rows[b]) == 4, std::uint32_t, std::uint16_t>>;
-        if (!at[b]) continue;
-        const Unit unit = load_far(reinterpret_cast<const Unit*>(at[b]));
-        memcpy(&rows[b], &unit, sizeof unit);
-      }
+    for (int b = 0; b < kBatch; ++b) {
+      if (!at[b]) continue;
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (!at[b]) continue;
-#pragma unroll
-        for (int i = 0; i < kWidth; ++i) {
-          sums[i] = fmaf(weight[b], to_f32(rows[b].values[i]), sums[i]);
-        }
+      for (int i = 0; i < kWidth; ++i) {
+        sums[i] = fmaf(weight[b], to_f32(rows[b].values[i]), sums[i]);
       }
     }
-    store_sums(sums, p.output + token * p.output_stride + column, p.accumulate);
+  }
+  store_sums(sums, p.output + token * p.output_stride + column, p.accumulate);
+}
+template <typename Row, typename Output, int kWidth>
+__global__ void __launch_bounds__(kMostThreads)
+    sum_results_kernel(const __grid_constant__ SumParams<Output> p) {
+  const SumTeam team;
+  // What does not depend on other ranks is read while waiting.
+  std::uint32_t next_ranks = p.ranks_of(team.first / p.chunks);
+  if (!await_all(p.step, Round::kReturn)) return;
+  for (int i = team.first; i < p.num_tokens * p.chunks; i += team.step) {
+    const std::uint32_t ranks = next_ranks;
+    next_ranks = p.ranks_of((i + team.step) / p.chunks);
+    const int column = (i % p.chunks * SumTeam::kThreads + team.thread) * kWidth;
+    if (column < p.hidden) add_chunk<Row, Output, kWidth>(p, i / p.chunks, column, ranks);
   }
 }
 
@@ -322,10 +362,15 @@ __global__ void read_marks_kernel(const Peers peers, std::uint64_t* marks) {
   if (rank < peers.size) marks[rank] = DeviceWords::load_acquire(&peers.arenas[rank]->mark);
 }
 
-/// For work of so many pieces, one at least: somebody has to wait and to tell.
-int blocks_for(std::int64_t pieces, Stream stream) {
-  const std::int64_t most = kBlocksPerMultiprocessor * multiprocessor_count(stream.device);
-  return static_cast<int>(std::clamp<std::int64_t>(pieces, 1, most));
+/// For work of so many pieces, a team for each where there is room. One block at least: somebody
+/// has to wait and to tell.
+template <typename Team, typename Kernel, typename Params>
+void launch_teams(Kernel kernel, std::int64_t pieces, Stream stream, const Params& params) {
+  const std::int64_t most = multiprocessor_count(stream.device);
+  const std::int64_t teams = std::clamp<std::int64_t>(core::ceil_div(pieces, most), 1, Team::kMost);
+  const std::int64_t blocks = std::clamp<std::int64_t>(core::ceil_div(pieces, teams), 1, most);
+  launch(kernel, dim3(static_cast<unsigned>(blocks)),
+         dim3(static_cast<unsigned>(teams * Team::kThreads)), 0, stream, false, params);
 }
 
 template <typename... Params>
@@ -345,8 +390,7 @@ void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedR
   p.weights = rows.weights.as<const float>();
   p.replicas = rows.replicas;
   p.num_tokens = static_cast<std::int32_t>(rows.ids.size(0));
-  launch(publish_kernel, dim3(blocks_for(step.most_tokens, stream)), dim3(kCopyThreads), 0, stream,
-         false, p);
+  launch_teams<RowTeam>(publish_kernel, step.most_tokens, stream, p);
 }
 
 void pull_rows(const PeerPlace& place, const PeerStep& step, const PulledRows& rows,
@@ -358,12 +402,11 @@ void pull_rows(const PeerPlace& place, const PeerStep& step, const PulledRows& r
   p.slot_rows = rows.slot_rows.as<std::int32_t>();
   p.ones = rows.ones.as<float>();
   p.local_slots = rows.local_slots.as<std::int32_t>();
-  launch(pull_kernel, dim3(blocks_for(place.peers.size * step.most_tokens, stream)),
-         dim3(kCopyThreads), 0, stream, false, p);
+  launch_teams<RowTeam>(pull_kernel, place.peers.size * step.most_tokens, stream, p);
 }
 
 void tell_results(const PeerPlace& place, const PeerStep& step, Stream stream) {
-  launch(tell_results_kernel, dim3(1), dim3(32), 0, stream, false, step_params(place, step));
+  launch(tell_results_kernel, dim3(1), dim3(32), 0, stream, true, step_params(place, step));
 }
 
 void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& sum, Stream stream) {
@@ -390,12 +433,10 @@ void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& su
         hidden,
         [&](auto width) {
           constexpr int kWidth = decltype(width)::value;
-          const std::int64_t chunks = (hidden / kWidth + kThreads - 1) / kThreads;
-          const int blocks = blocks_for(num_tokens * chunks, stream);
-          const dim3 grid(static_cast<unsigned>(std::max<std::int64_t>(blocks / chunks, 1)),
-                          static_cast<unsigned>(chunks));
-          launch(sum_results_kernel<Row, Output, kWidth>, grid, dim3(kThreads), 0, stream, false,
-                 p);
+          p.chunks = static_cast<std::int32_t>(
+              core::ceil_div(hidden, std::int64_t{kWidth} * SumTeam::kThreads));
+          launch_teams<SumTeam>(sum_results_kernel<Row, Output, kWidth>, num_tokens * p.chunks,
+                                stream, p);
         },
         results, p.output, p.output + p.output_stride);
   };
