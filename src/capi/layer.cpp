@@ -1,7 +1,6 @@
 // Layers: made from a checkpoint or from tensors of the caller's, and run.
 #include "fusedmoe/layer.h"
 
-#include <algorithm>
 #include <exception>
 #include <memory>
 #include <optional>

@@ -1,6 +1,5 @@
 #include "checkpoint/block_schemes.h"
 
-#include <string>
 #include <vector>
 
 #include "checkpoint/find_layout.h"

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <charconv>
 #include <map>
-#include <utility>
 
 #include "comm/communicator_impl.h"
 #include "comm/descriptors.h"

@@ -12,7 +12,6 @@
 #include <array>
 #include <atomic>
 #include <charconv>
-#include <cstring>
 
 #include "core/ceil_div.h"
 #include "core/check.h"

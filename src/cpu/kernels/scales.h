@@ -14,12 +14,6 @@ namespace {
 
 // ---- Single values, for tables ------------------------------------------------------------------
 
-inline float float_of_bits(std::uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  return value;
-}
-
 inline std::uint32_t bits_of_float(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, 4);
