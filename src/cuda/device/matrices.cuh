@@ -26,6 +26,16 @@ __device__ inline void store_matrices(void* shared_address, const std::uint32_t 
 #endif
 }
 
+/// Four, of Hopper and later: column c of matrix i goes to the 16 bytes that lane 8 i + c names.
+__device__ inline void store_transposed(void* shared_address, const std::uint32_t (&m)[4]) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                   cute::cast_smem_ptr_to_uint(shared_address)),
+               "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+#endif
+}
+
 /// Two: column c of matrix i goes to the 16 bytes that lane 8 i + c names; lanes from 16 on may
 /// name any.
 __device__ inline void store_transposed(void* shared_address, std::uint32_t block0,

@@ -8,25 +8,34 @@
 
 namespace fusedmoe::cuda {
 
+/// Whether two warpgroups have half of the features of each group.
+template <typename K>
+inline constexpr bool kSharesGroups = K::kRowGroups > 1 && !K::kHasEpilogueWarpgroup;
+
+/// Of both.
+template <typename K>
+__device__ __forceinline__ void sync_row_groups() {
+  if constexpr (kSharesGroups<K>) {
+    static_assert(K::kRowGroups == 2);
+    sync_threads(256, K::kRowGroups);  // behind those of warpgroups
+  }
+}
+
 /// The largest magnitude of a token's group, where two warpgroups have half of its features each:
-/// the larger of `own` and the other's. All threads of both; `chunk`: its number in the tile.
-/// Several lanes may have the same token.
+/// the larger of `own` and the other's. All threads of both; several lanes may have the same token.
+/// Calls take turns at two arrays. When one is written again, all have met since it was read: in
+/// the call between. (racecheck reports each write with the read behind it, although a named
+/// barrier lies between them.)
 template <typename K>
 __device__ __forceinline__ float exchange_amax(SharedMemory<K>& shared,
-                                               const WarpgroupCoords<K>& coords, int chunk,
+                                               const WarpgroupCoords<K>& coords, int turn,
                                                int token, float own) {
-  if constexpr (K::kRowGroups == 1 || K::kHasEpilogueWarpgroup) {
+  if constexpr (!kSharesGroups<K>) {
     return own;
   } else {
-    static_assert(K::kRowGroups == 2);
-    constexpr int kBarrier = K::kRowGroups;  // behind those of warpgroups
-    // Chunks take turns at two arrays. When one is written again, all have met since it was read:
-    // at the chunk in between or, before the first of a tile, here. (racecheck
-    // reports each write with the read behind it, although a named barrier lies between them.)
-    if (chunk == 0) sync_threads(256, kBarrier);
-    auto& maxima = shared.group_amax[chunk % 2];
+    auto& maxima = shared.group_amax[turn];
     maxima[coords.row_group()][token] = own;
-    sync_threads(256, kBarrier);
+    sync_row_groups<K>();
     return fmaxf(own, maxima[coords.row_group() ^ 1][token]);
   }
 }
@@ -85,9 +94,10 @@ __device__ __forceinline__ void store_staged_groups(SharedMemory<K>& shared, con
   }
   // A lane makes the scale of one token, and its inverse: each takes a division.
   const int turn = unit % kTokens;
-  const float group_amax =
-      exchange_amax(shared, coords, first_token / K::kChunkTokens, own_token + turn * token_step,
-                    largest_of_lanes<kLanes>(amax));
+  const int chunk = first_token / K::kChunkTokens;
+  if (chunk == 0) sync_row_groups<K>();  // before the array of the last chunk is written again
+  const float group_amax = exchange_amax(shared, coords, chunk % 2, own_token + turn * token_step,
+                                         largest_of_lanes<kLanes>(amax));
   const float own_scale = core::e4m3_group_scale(group_amax, gemm.out_power_of_two);
   const float own_inverse = 1.0F / own_scale;
   const std::int64_t first_row = tile.first_row + first_token + own_token;

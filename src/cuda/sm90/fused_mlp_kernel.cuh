@@ -20,8 +20,9 @@
 // token rows for all. Its first block draws the tile index, and tells the others.
 //
 // Files: kernel.cuh (sizes, shared memory, barriers), copies.cuh, mainloop*.cuh, store_tile.cuh,
-// row_pass.cuh (what the roles do for one tile), token_rows.cuh (the same with tokens as rows); in
-// mlp/ tile_scheduler.cuh (which tile is next), epilogue*.cuh and stored_rows.cuh.
+// row_pass.cuh (what the roles do for one tile), token_rows.cuh and store_token_rows.cuh (the same
+// with tokens as rows); in mlp/ tile_scheduler.cuh (which tile is next), epilogue*.cuh and
+// stored_rows.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -35,6 +36,7 @@
 #include "cuda/sm90/row_pass.cuh"
 #include "cuda/sm90/share_index.cuh"
 #include "cuda/sm90/store_tile.cuh"
+#include "cuda/sm90/store_token_rows.cuh"
 #include "cuda/sm90/token_rows.cuh"
 
 namespace fusedmoe::cuda::sm90 {
@@ -172,7 +174,7 @@ __device__ __forceinline__ void multiply_token_tiles(SharedMemory<K>& shared,
     typename K::Accumulators accumulators;
     multiply_token_rows(shared, gemm, tile, stage, accumulators);
     wait_for_previous(p);
-    store_token_rows(shared, p, tile, accumulators);
+    store_token_rows(shared, p, tile, static_cast<int>(count % 2), accumulators);
     arrive(&shared.tile_stored[slot]);
   }
 }

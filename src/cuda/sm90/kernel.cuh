@@ -154,10 +154,11 @@ struct Kernel {
   static constexpr int kStoringWarpgroups = kHasEpilogueWarpgroup ? 1 : kRowGroups;
 
   static constexpr int kGroupParts = kStoresGroups ? kStoringWarpgroups : 1;
+  static constexpr int kAmaxTokens = kTokensAreRows ? kMaxTokens : kChunkTokens;
 
   static constexpr int kFixedBytes =
       kStoringWarpgroups * kChunkTokens * kStagedPitch * sizeof(typename Output::Element) +
-      2 * kGroupParts * kChunkTokens * 4 + 16 + int{sizeof(typename Operands::Tables)} +
+      2 * kGroupParts * kAmaxTokens * 4 + 16 + int{sizeof(typename Operands::Tables)} +
       kPartials * kPartialAccumulators * 128 * 4 + (kMaxExperts + 1) * 4 + 1024;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / (kStageBytes + kScaleBytes);
   static_assert(kMaxTokens % 16 == 0, "N of wgmma");
@@ -178,8 +179,8 @@ struct SharedMemory<sm90::Kernel<Operands, kIndex>> {
   // Token rows on their way out, of each storing warpgroup.
   alignas(16)
       typename K::Output::Element rows[K::kStoringWarpgroups][K::kChunkTokens][K::kStagedPitch];
-  // The largest magnitudes of a chunk's tokens, of each storing warpgroup, in turns.
-  float group_amax[2][K::kGroupParts][K::kGroupParts > 1 ? K::kChunkTokens : 1];
+  // The largest magnitudes of tokens that are stored together, of each storing warpgroup, in turns.
+  float group_amax[2][K::kGroupParts][K::kGroupParts > 1 ? K::kAmaxTokens : 1];
   // The largest magnitudes that the warps of the row pass have found in a row.
   float row_amax[4];
   [[no_unique_address]] typename K::Operands::Tables tables;

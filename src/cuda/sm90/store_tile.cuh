@@ -4,6 +4,7 @@
 
 #include "cuda/mlp/epilogue_groups.cuh"
 #include "cuda/sm90/kernel.cuh"
+#include "cuda/sm90/store_side_by_side.cuh"
 
 namespace fusedmoe::cuda::sm90 {
 
@@ -11,11 +12,15 @@ namespace fusedmoe::cuda::sm90 {
 template <typename K>
 __device__ inline void store_tile(SharedMemory<K>& shared, const FusedMlpParams& p,
                                   const WorkTile& tile, const WarpgroupCoords<K>& coords,
-                                  const typename K::Accumulators& accumulators) {
-  const ScaleAndBias<K> factors = read_scale_and_bias(p.gemms[tile.gemm], tile, coords);
-  store_results(shared, p, tile, coords, factors, [&](int chunk, Chunk<K>& values) {
-    read_accumulators<K>(accumulators, chunk, values);
-  });
+                                  typename K::Accumulators& accumulators) {
+  if constexpr (kStoresSideBySide<K>) {
+    store_side_by_side(shared, p, tile, coords, accumulators);
+  } else {
+    const ScaleAndBias<K> factors = read_scale_and_bias(p.gemms[tile.gemm], tile, coords);
+    store_results(shared, p, tile, coords, factors, [&](int chunk, Chunk<K>& values) {
+      read_accumulators<K>(accumulators, chunk, values);
+    });
+  }
   // Nobody needs to wait here, but without it ptxas serializes the wgmma of some kernels.
   sync_warpgroup(coords);
 }
