@@ -180,6 +180,10 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_placement(const fusedmoe_layer* la
  * error of one rank is one of all, and changes nothing. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_start_move(fusedmoe_layer* layer,
                                                          const char* placement);
+/* The same over another communicator of the same ranks, by a thread of its own beside forwards. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_start_move_over(fusedmoe_layer* layer,
+                                                              const char* placement,
+                                                              fusedmoe_communicator* communicator);
 FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_commit_move(fusedmoe_layer* layer);
 
 /* Where experts are that no rank has any more: in a layer of a checkpoint, or with the caller. */

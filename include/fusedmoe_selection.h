@@ -74,6 +74,36 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_workspace_bytes(
 FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_packed_bytes(const fusedmoe_selection* selection,
                                                                int64_t* bytes);
 
+/* ------------------------------------------------------------------------------------------------
+ * How long a layer with the chosen experts would take on ranks that are not here: simulate() in
+ * fusedmoe/simulation.h. */
+
+typedef struct fusedmoe_simulation {
+  size_t struct_size;
+  const char* placement; /* JSON; NULL: consecutive experts on num_ranks */
+  int32_t num_ranks;     /* without a placement */
+  int32_t num_hosts;     /* of equally many ranks; 0: 1 */
+  int64_t tokens_per_rank;
+  const char* costs;      /* JSON of `fusedmoe bench --calibrate`; NULL: fusedmoe_rank_costs() */
+  int32_t to_each_expert; /* a row goes to each expert, not once to each rank */
+  int32_t reserved;       /* 0 */
+} fusedmoe_simulation;
+
+typedef struct fusedmoe_simulated_step { /* each number that of the rank with most */
+  size_t struct_size;
+  double dispatch_us, experts_us, combine_us;
+  double inside_bytes, between_bytes; /* of dispatch, within the host and from or to others */
+  double balance;                     /* rows of the busiest rank's experts over the mean */
+} fusedmoe_simulated_step;
+
+/* topk_ids: (num_tokens, topk) i32 in host memory, the tokens of the ranks one behind the other. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_simulate(const fusedmoe_selection* selection,
+                                                           const fusedmoe_simulation* simulation,
+                                                           const fusedmoe_tensor* topk_ids,
+                                                           fusedmoe_simulated_step* step);
+/* JSON: what H200s cost, and what is assumed of a network. Lives as long as the program. */
+FUSEDMOE_C_API const char* fusedmoe_rank_costs(void);
+
 #ifdef __cplusplus
 }
 #endif

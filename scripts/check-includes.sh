@@ -39,7 +39,7 @@ find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.
       within(".", "experts nccl sm90 sm80 " below)
       floor("core", "error tensor runtime dlpack export log version")
       floor("quant", "quant"); floor("files", "safetensors"); floor("checkpoint", "checkpoint")
-      floor("moe", "balance comm parallel wait_hook weights router experts"); floor("layer", "modular_kernel packed_file selection layer")
+      floor("moe", "balance comm parallel wait_hook weights router experts"); floor("layer", "modular_kernel packed_file selection simulation layer")
     }
     {
       file = $1; header = $4

@@ -20,7 +20,7 @@ GROUPS = {
     "experts": ("Experts and their selection", "modular_kernel experts selection"),
     "router": ("Router", "router"),
     "quantization": ("Number formats", "quant"),
-    "ranks": ("Ranks", "comm parallel balance wait_hook"),
+    "ranks": ("Ranks", "comm parallel balance simulation wait_hook"),
     "runtime": ("Tensors, devices, errors", "tensor runtime dlpack error log export version"),
 }
 C = {

@@ -14,6 +14,7 @@
 #include "bench/rank_timer.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
+#include "layer/prepared_rows.h"
 #include "ranks.h"
 #include "support.h"
 #include "testing/cases.h"
@@ -51,7 +52,7 @@ class RankBench {
   bool travels() const { return config_.parallel.needs_dispatch(); }
   int group() const { return communicator_->rank() / config_.parallel.group_size(); }
   std::vector<Message> sum_messages(bool incoming);
-  std::int64_t sent_row_bytes() const { return cli::sent_row_bytes(config_, args_.preparation); }
+  std::int64_t sent_row_bytes() const { return layer::sent_row_bytes(config_, args_.preparation); }
   std::int64_t returned_row_bytes() const { return bytes(config_.dtype, config_.hidden); }
   /// What is timed alone are the data plane's collectives. Beside all2all it is messages, also
   /// where that uses an all-gather.

@@ -8,6 +8,8 @@
 #include <string>
 #include <utility>
 
+#include "tools/fit_costs.h"
+
 namespace fusedmoe::cli {
 
 namespace {

@@ -7,7 +7,7 @@
 
 #include "bench/rank_link.h"
 #include "bench/rank_setup.h"
-#include "tools/simulation.h"
+#include "fusedmoe/simulation.h"
 
 namespace fusedmoe::cli {
 

@@ -44,16 +44,6 @@ MoeConfig rank_config(const RankBenchOptions& options, int rank, Device device) 
   return config;
 }
 
-std::int64_t sent_row_bytes(const MoeConfig& config, const Preparation& preparation) {
-  const bool quantized = config.dispatch_dtype ? *config.dispatch_dtype != config.dtype
-                                               : preparation.quant.has_value();
-  if (!quantized) return bytes(config.dtype, config.hidden);
-  const QuantKey& key = *config.scheme.activations;
-  const QuantizedShape row = quantized_shape(key, 1, config.hidden);
-  const std::int64_t scales = key.dynamic ? row.scales.numel() : 0;  // a static one is known
-  return bytes(row.values_dtype, row.values.numel()) + bytes(row.scales_dtype, scales);
-}
-
 double row_flops(const ModelConfig& model) {
   return 2.0 * (is_gated(model.activation) ? 3 : 2) *
          static_cast<double>(model.experts_hidden() * model.intermediate);

@@ -43,9 +43,6 @@ struct RankBenchOptions {
 /// A rank's part of the layer: some of the experts, or a slice of each.
 MoeConfig rank_config(const RankBenchOptions& options, int rank, Device device);
 
-/// Values and scales of a row as it travels to the experts.
-std::int64_t sent_row_bytes(const MoeConfig& config, const Preparation& preparation);
-
 /// Operations of one row in one expert.
 double row_flops(const ModelConfig& model);
 

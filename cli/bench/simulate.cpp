@@ -13,10 +13,10 @@
 #include "bench/rank_setup.h"
 #include "commands.h"
 #include "fusedmoe/selection.h"
+#include "fusedmoe/simulation.h"
 #include "load.h"
 #include "ranks.h"
 #include "support.h"
-#include "tools/simulation.h"
 
 namespace fusedmoe::cli {
 namespace {
@@ -43,20 +43,6 @@ MoeConfig layer_config(const Options& options, const ModelConfig& model) {
     config.compute_capability.reset();
   }
   return config;
-}
-
-SimulatedLayer make_layer(const Options& options, const ModelConfig& model) {
-  const MoeConfig config = layer_config(options, model);
-  const Selection selection = select(config);
-  const Preparation preparation =
-      make_preparation(*selection.experts, config.scheme, false, std::nullopt);
-  SimulatedLayer layer;
-  layer.sent_row_bytes = static_cast<double>(sent_row_bytes(config, preparation));
-  layer.returned_row_bytes = static_cast<double>(bytes(config.dtype, config.hidden));
-  layer.expert_bytes =
-      static_cast<double>(selection.packed_bytes()) / static_cast<double>(config.num_experts);
-  layer.row_flops = row_flops(model);
-  return layer;
 }
 
 /// As given, else as few as have at most kMostRanksOfHost ranks each.
@@ -130,16 +116,17 @@ struct SimulatedRow {
 std::vector<SimulatedRow> make_rows(const Options& options, const RankCosts& costs,
                                     const ModelConfig& model) {
   std::vector<SimulatedRow> rows;
-  SimulatedLayer layer = make_layer(options, model);
+  const Selection selection = select(layer_config(options, model));
   for (const std::int64_t ranks : options.ep) {
-    layer.placement =
+    const ExpertPlacement placement =
         options.placement.empty()
             ? ExpertPlacement::linear(model.router.num_experts, static_cast<int>(ranks))
             : ExpertPlacement::parse(read_text(options.placement));
-    if (layer.placement.num_ranks() != ranks) {
-      throw Error("--placement", fmt::format("one of {} ranks", layer.placement.num_ranks()),
+    if (placement.num_ranks() != ranks) {
+      throw Error("--placement", fmt::format("one of {} ranks", placement.num_ranks()),
                   fmt::format("of the {} of --ep", ranks));
     }
+    SimulatedLayer layer = simulated_layer(selection, placement);
     layer.num_hosts = num_hosts(options, ranks);
     for (const std::int64_t tokens : options.tokens) {
       layer.tokens_per_rank = tokens;

@@ -242,6 +242,10 @@ class FUSEDMOE_API MoeLayer {
   /// fewer experts than now, or if one rank fails. Then nothing has changed, and the communicator
   /// can be used further unless a rank has gone.
   void start_move(const ExpertPlacement& placement);
+  /// The same over another communicator of the same ranks, with a data plane that nobody else uses
+  /// meanwhile: so a thread of its own may call it while others call forwards. commit_move() comes
+  /// when it has returned on all ranks. A failure ends that communicator, not the layer's.
+  void start_move(const ExpertPlacement& placement, Communicator& over);
   /// From now on the experts are where start_move() wanted them: the layer is, to the bit, one made
   /// with that placement. Waits for nobody, so all ranks call it between the same two forwards. In
   /// the next one a rank that has not done so is an Error of all that names both sides.

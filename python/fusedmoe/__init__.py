@@ -44,7 +44,7 @@ from .ranks import (
     round_robin_placement,
 )
 from .router import route, router_logits
-from .selection import Candidate, Selection, explain
+from .selection import Candidate, Selection, SimulatedStep, explain, rank_costs
 
 __all__ = [
     "BalancedLayer",
@@ -63,6 +63,7 @@ __all__ = [
     "QuantizedMatrix",
     "Selection",
     "SharedExperts",
+    "SimulatedStep",
     "Tensor",
     "__version__",
     "as_tensor",
@@ -81,6 +82,7 @@ __all__ = [
     "quantize_activations",
     "quantize_checkpoint",
     "quantize_weights",
+    "rank_costs",
     "round_robin_placement",
     "route",
     "router_logits",

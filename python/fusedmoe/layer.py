@@ -326,17 +326,19 @@ class MoELayer:
         """Which rank has which experts, as JSON; None unless ranks share them."""
         return self._handle.placement()
 
-    def start_move(self, placement: str) -> None:
+    def start_move(self, placement: str, over: Optional[Communicator] = None) -> None:
         """Brings the experts that arrive here to where `placement` wants them; calls go on as
         before until commit_move(). All ranks call it, between two calls of the layer.
 
         Args:
             placement: JSON, as balance() makes it; each rank keeps its number of experts.
+            over: another communicator of the same ranks, which nobody else uses meanwhile. Then a
+                thread of its own may call this while others call the layer.
 
         Raises:
             RuntimeError: on all ranks, of which nothing has changed.
         """
-        self._handle.start_move(placement)
+        self._handle.start_move(placement, None if over is None else over._handle)
 
     def commit_move(self) -> None:
         """From now on experts are where start_move() wanted them. It waits for nobody, so all ranks

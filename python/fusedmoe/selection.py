@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, List, Optional, Union
+from typing import TYPE_CHECKING, List, NamedTuple, Optional, Union
 
 from . import _core
-from ._arrays import Path, checked, invalid
+from ._arrays import Array, Path, array, checked, invalid
 from .checkpoint import Checkpoint
 from .options import DeviceConfig, ExplainConfig, names, takes
+from .ranks import linear_placement
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -25,6 +26,32 @@ class Candidate:
     """A stable code: "supported", "device", "quant_scheme", ..."""
     text: str
     """Why not; or what would be multiplied, and by which code."""
+
+
+class SimulatedStep(NamedTuple):
+    """How long a layer would take on ranks; each number that of the rank with most."""
+
+    dispatch_us: float
+    experts_us: float
+    combine_us: float
+    inside_bytes: float
+    """Rows of dispatch that leave or reach a rank within its host."""
+    between_bytes: float
+    """The same from and to other hosts."""
+    balance: float
+    """Rows of the busiest rank's experts over the mean."""
+
+    @property
+    def step_us(self) -> float:
+        """Dispatch, experts and combine one after the other."""
+        return self.dispatch_us + self.experts_us + self.combine_us
+
+
+def rank_costs() -> str:
+    """What H200s cost, and what is assumed of a network, as JSON: `fusedmoe bench --calibrate` writes
+    such a file of the ranks that it runs on.
+    """
+    return _core.rank_costs()
 
 
 class Selection:
@@ -52,6 +79,47 @@ class Selection:
     def packed_bytes(self) -> int:
         """Memory that the packed weights will take, before any are packed. Needs no GPU either."""
         return self._handle.packed_bytes()
+
+    def simulate(
+        self,
+        topk_ids: Array,
+        *,
+        tokens_per_rank: int,
+        num_ranks: Optional[int] = None,
+        placement: Optional[str] = None,
+        num_hosts: int = 1,
+        costs: Optional[str] = None,
+        to_each_expert: bool = False,
+    ) -> SimulatedStep:
+        """How long a layer with the chosen experts would take on ranks that are not here.
+
+        Args:
+            topk_ids: (num_tokens, topk) int32, the tokens of the ranks one behind the other, again
+                from the first where there are not enough.
+            tokens_per_rank: of each rank.
+            num_ranks: with consecutive experts on each; or
+            placement: JSON, as balance() makes it.
+            num_hosts: of equally many ranks.
+            costs: JSON of `fusedmoe bench --calibrate`; None: rank_costs().
+            to_each_expert: a row goes to each expert, as other libraries' batched formats have it,
+                not once to each rank.
+
+        Raises:
+            NotImplementedError: where nothing fits the configuration.
+        """
+        if (num_ranks is None) == (placement is None):
+            raise invalid("placement", "simulate() takes either num_ranks or placement")
+        if placement is None:
+            placement = linear_placement(self._handle.num_experts(), num_ranks or 0)
+        numbers = self._handle.simulate(
+            array(topk_ids),
+            tokens_per_rank,
+            placement,
+            num_hosts,
+            rank_costs() if costs is None else costs,
+            to_each_expert,
+        )
+        return SimulatedStep(*numbers)
 
     def __str__(self) -> str:
         return self._handle.table()

@@ -279,12 +279,15 @@ void bind_layer(nb::module_& module) {
              const auto placement = self.layer.placement();
              return placement ? std::optional(placement->json()) : std::nullopt;
            })
-      .def("start_move",
-           [](PyLayer& self, const std::string& placement) {
-             const ExpertPlacement wanted = ExpertPlacement::parse(placement);
-             const WithoutGil no_gil;
-             self.layer.start_move(wanted);
-           })
+      .def(
+          "start_move",
+          [](PyLayer& self, const std::string& placement, PyCommunicator* over) {
+            const ExpertPlacement wanted = ExpertPlacement::parse(placement);
+            const WithoutGil no_gil;
+            over ? self.layer.start_move(wanted, *over->communicator)
+                 : self.layer.start_move(wanted);
+          },
+          nb::arg("placement"), nb::arg("over").none())
       .def("commit_move",
            [](PyLayer& self) {
              const WithoutGil no_gil;

@@ -1,11 +1,15 @@
 // Routers, quantizers, and what would run.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+
+#include <tuple>
 
 #include "fusedmoe/checkpoint.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/selection.h"
+#include "fusedmoe/simulation.h"
 #include "module.h"
 #include "settings.h"
 #include "tools/machine.h"
@@ -184,6 +188,23 @@ nb::list candidates_of(const Selection& selection) {
   return result;
 }
 
+/// The numbers of a SimulatedStep. `placement` and `costs` are JSON.
+std::tuple<double, double, double, double, double, double> simulate_selection(
+    const Selection& selection, nb::handle topk_ids, std::int64_t tokens_per_rank,
+    const std::string& placement, int num_hosts, const std::string& costs, bool to_each_expert) {
+  Kept kept;
+  const TensorView ids = host_view(topk_ids, "topk_ids", kept);
+  SimulatedLayer layer = simulated_layer(selection, ExpertPlacement::parse(placement));
+  layer.num_hosts = num_hosts;
+  layer.tokens_per_rank = tokens_per_rank;
+  layer.to_each_expert = to_each_expert;
+  const RankCosts of_ranks = RankCosts::parse(costs);
+  const WithoutGil no_gil;
+  const SimulatedStep step = simulate(of_ranks, layer, ids);
+  return {step.dispatch_us,  step.experts_us,    step.combine_us,
+          step.inside_bytes, step.between_bytes, step.balance};
+}
+
 }  // namespace
 
 RouterConfig router_of(const nb::dict& settings) {
@@ -230,6 +251,9 @@ void bind_numbers(nb::module_& module) {
       .def("json", &Selection::json)
       .def("candidates", &candidates_of)
       .def("packed_bytes", &Selection::packed_bytes)
+      .def("num_experts", [](const Selection& self) { return self.config.num_experts; })
+      .def("simulate", &simulate_selection, nb::arg("topk_ids").none(), nb::arg("tokens_per_rank"),
+           nb::arg("placement"), nb::arg("num_hosts"), nb::arg("costs"), nb::arg("to_each_expert"))
       .def("workspace_bytes", [](const Selection& self, std::int64_t num_tokens, int num_threads) {
         Context context = make_context();
         context.num_threads = num_threads;
@@ -239,6 +263,7 @@ void bind_numbers(nb::module_& module) {
              [](const nb::dict& settings) { return selection_of(config_of(settings), settings); });
   module.def("explain_checkpoint", &explain_checkpoint, nb::arg("checkpoint"),
              nb::arg("layer").none(), nb::arg("settings"));
+  module.def("rank_costs", [] { return default_rank_costs().json(); });
 }
 
 }  // namespace fusedmoe::python

@@ -380,6 +380,15 @@ fusedmoe_status fusedmoe_layer_start_move(fusedmoe_layer* layer, const char* pla
   });
 }
 
+fusedmoe_status fusedmoe_layer_start_move_over(fusedmoe_layer* layer, const char* placement,
+                                               fusedmoe_communicator* communicator) {
+  return guarded([&] {
+    given(layer, "layer")
+        .layer.start_move(fusedmoe::ExpertPlacement::parse(&given(placement, "placement")),
+                          *given(communicator, "communicator").communicator);
+  });
+}
+
 fusedmoe_status fusedmoe_layer_commit_move(fusedmoe_layer* layer) {
   return guarded([&] {
     given(layer, "layer").layer.commit_move();

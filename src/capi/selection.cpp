@@ -7,6 +7,7 @@
 
 #include "capi/checkpoint.h"
 #include "capi/convert.h"
+#include "fusedmoe/simulation.h"
 #include "fusedmoe_selection.h"
 
 struct fusedmoe_selection {
@@ -53,6 +54,17 @@ fusedmoe_selection* explain_model(const ModelConfig& model, std::int32_t dtype, 
   MoeConfig config = moe_config(model, to_dtype_or(dtype, DType::kBF16, "dtype"), device);
   if (compute_capability) config.compute_capability = compute_capability;
   return new fusedmoe_selection(explain(config));
+}
+
+SimulatedLayer to_layer(const Selection& selection, const fusedmoe_simulation& c) {
+  const ExpertPlacement placement =
+      c.placement ? ExpertPlacement::parse(c.placement)
+                  : ExpertPlacement::linear(selection.config.num_experts, c.num_ranks);
+  SimulatedLayer layer = simulated_layer(selection, placement);
+  layer.num_hosts = c.num_hosts == 0 ? 1 : c.num_hosts;
+  layer.tokens_per_rank = c.tokens_per_rank;
+  layer.to_each_expert = c.to_each_expert != 0;
+  return layer;
 }
 
 }  // namespace
@@ -147,4 +159,31 @@ fusedmoe_status fusedmoe_selection_packed_bytes(const fusedmoe_selection* select
     given(bytes, "bytes");
     *bytes = given(selection, "selection").selection.packed_bytes();
   });
+}
+
+fusedmoe_status fusedmoe_selection_simulate(const fusedmoe_selection* selection,
+                                            const fusedmoe_simulation* simulation,
+                                            const fusedmoe_tensor* topk_ids,
+                                            fusedmoe_simulated_step* step) {
+  return guarded([&] {
+    const fusedmoe_simulation c = fusedmoe::capi::read_given_struct(simulation, "simulation");
+    const fusedmoe::RankCosts costs =
+        c.costs ? fusedmoe::RankCosts::parse(c.costs) : fusedmoe::default_rank_costs();
+    const fusedmoe::SimulatedStep result =
+        simulate(costs, fusedmoe::capi::to_layer(given(selection, "selection").selection, c),
+                 fusedmoe::capi::to_view(topk_ids, "topk_ids"));
+    fusedmoe_simulated_step values{};
+    values.dispatch_us = result.dispatch_us;
+    values.experts_us = result.experts_us;
+    values.combine_us = result.combine_us;
+    values.inside_bytes = result.inside_bytes;
+    values.between_bytes = result.between_bytes;
+    values.balance = result.balance;
+    fusedmoe::capi::write_struct(step, values, "step");
+  });
+}
+
+const char* fusedmoe_rank_costs(void) {
+  static const std::string json = fusedmoe::default_rank_costs().json();
+  return json.c_str();
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -98,6 +99,8 @@ struct MoeLayer::Impl {
     MoeConfig config;
     Selection selection;
   };
+  void start_move(const ExpertPlacement& wanted, Communicator& ranks,
+                  const std::function<void()>& check);
   Rebinding rebinding(std::shared_ptr<Communicator> ranks, const ExpertPlacement& wanted) const;
   /// The same layer there, still without the weights of the routed experts.
   Impl(const Impl& before, const Rebinding& there);

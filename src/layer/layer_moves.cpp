@@ -93,33 +93,54 @@ void MoeLayer::start_move(const ExpertPlacement& wanted) {
   Impl& impl = this->impl();
   impl.check_shares_experts("start_move()");
   FUSEDMOE_CHECK_FAULT(impl.communicator, kNull, "communicator", "of one rank", "of several");
-  impl.move.reset();
-  layer::agree(*impl.communicator, [&]() -> layer::Facts {
-    impl.check_between_forwards("start_move()");
-    core::check_same_counts(*impl.placement, wanted);
-    core::check_writable(impl.packed->info());
-    return {{"layer", core::to_string(impl.kernel.prepare_finalize().layer())},
-            {"number of moves", core::to_string(impl.moves)},
-            {"packed weights", impl.packed->expert_layout()},
+  impl.start_move(wanted, *impl.communicator, [&] { impl.check_between_forwards("start_move()"); });
+}
+
+void MoeLayer::start_move(const ExpertPlacement& wanted, Communicator& over) {
+  Impl& impl = this->impl();
+  impl.check_shares_experts("start_move()");
+  const auto check_ranks = [&] {
+    const Communicator* ranks = impl.communicator.get();
+    FUSEDMOE_CHECK(ranks && over.size() == ranks->size() && over.rank() == ranks->rank(), "over",
+                   core::format("rank {} of {}", over.rank(), over.size()),
+                   "the same rank of as many as the layer's communicator has");
+    FUSEDMOE_CHECK(ranks != &over, "over", "the layer's communicator", "another one");
+    FUSEDMOE_CHECK_FAULT(over.device() == ranks->device(), kDevice, "over",
+                         core::format("on {}", to_string(over.device())),
+                         core::format("on {}", to_string(ranks->device())));
+  };
+  impl.start_move(wanted, over, check_ranks);
+}
+
+/// Collective over `ranks`, after `check` on each of them.
+void MoeLayer::Impl::start_move(const ExpertPlacement& wanted, Communicator& ranks,
+                                const std::function<void()>& check) {
+  move.reset();
+  layer::agree(ranks, [&]() -> layer::Facts {
+    check();
+    core::check_same_counts(*placement, wanted);
+    core::check_writable(packed->info());
+    return {{"layer", core::to_string(kernel.prepare_finalize().layer())},
+            {"number of moves", core::to_string(moves)},
+            {"packed weights", packed->expert_layout()},
             {"placement", wanted.json()}};
   });
-  const layer::Holdings held = layer::holdings_of(*impl.placement);
+  const layer::Holdings held = layer::holdings_of(*placement);
   std::vector<layer::Transfer> moving = layer::transfers(held, layer::holdings_of(wanted));
   std::erase_if(moving, [&](const layer::Transfer& each) {
     return held[each.to][each.place] == each.expert;
   });
   std::vector<layer::Arrival> arrivals;
   const auto keep = [&](layer::Arrival expert) { arrivals.push_back(std::move(expert)); };
-  layer::bring(*impl.communicator, impl.kernel.experts(), *impl.packed, moving, keep, kMoving);
+  layer::bring(ranks, kernel.experts(), *packed, moving, keep, kMoving);
   const auto copy_own = [&] {
-    const int rank = impl.communicator->rank();
     for (const layer::Transfer& each : moving) {
-      if (each.to != rank || each.from != rank) continue;
-      arrivals.push_back({each.place, impl.packed->extract_expert(each.from_place)});
+      if (each.to != ranks.rank() || each.from != ranks.rank()) continue;
+      arrivals.push_back({each.place, packed->extract_expert(each.from_place)});
     }
   };
-  impl.communicator->together(copy_own, kMoving);
-  impl.move = {wanted, std::move(arrivals)};
+  ranks.together(copy_own, kMoving);
+  move = {wanted, std::move(arrivals)};
 }
 
 void MoeLayer::commit_move() {

@@ -31,4 +31,7 @@ class PreparedRows {
   TensorView weighted_, values_, scales_;
 };
 
+/// Values and scales of a row as it travels to the experts of other ranks.
+std::int64_t sent_row_bytes(const MoeConfig& config, const Preparation& preparation);
+
 }  // namespace fusedmoe::layer

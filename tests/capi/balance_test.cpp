@@ -50,7 +50,7 @@ std::string placement_of(const fusedmoe_layer* layer) {
 }
 
 TEST(CBalanceTest, LoadsOfAllRanksBecomeAMove) {
-  const Communicators comms;
+  const Communicators comms, over;
   on_two_threads([&](int rank) {
     const auto layer = create_on(comms.made[rank]);
     fusedmoe_load_window* made = nullptr;
@@ -90,6 +90,12 @@ TEST(CBalanceTest, LoadsOfAllRanksBecomeAMove) {
     EXPECT_OK(fusedmoe_layer_commit_move(layer.get()));
     EXPECT_EQ(placement_of(layer.get()), values.placement);
     expect_as_alone(layer.get());
+
+    EXPECT_OK(fusedmoe_layer_start_move_over(layer.get(), kApart, over.made[rank]));
+    EXPECT_OK(fusedmoe_layer_commit_move(layer.get()));
+    EXPECT_EQ(placement_of(layer.get()), kApart);
+    EXPECT_EQ(fusedmoe_layer_start_move_over(layer.get(), kApart, nullptr),
+              FUSEDMOE_INVALID_ARGUMENT);
 
     EXPECT_OK(fusedmoe_load_window_clear(window.get()));
     EXPECT_OK(fusedmoe_load_window_get(window.get(), nullptr, own, 8));

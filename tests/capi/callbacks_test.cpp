@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "fusedmoe/quant.h"
 #include "fusedmoe_hooks.h"
 #include "option_rows.h"
 #include "testing/compare.h"

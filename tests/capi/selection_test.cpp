@@ -1,4 +1,6 @@
 // Selections: what would run a configuration, or the layers of a checkpoint.
+#include <algorithm>
+#include <iterator>
 #include <map>
 #include <string>
 
@@ -42,6 +44,52 @@ TEST(CSelectionTest, AnswersForAGpuThatIsNotHere) {
               std::string::npos);
   }
   EXPECT_NE(fusedmoe_selection_workspace_bytes(found, 1, 0, &small), FUSEDMOE_OK);
+}
+
+TEST(CSelectionTest, SimulatesRanksThatAreNotHere) {
+  auto config = sized<fusedmoe_moe_config>();
+  config.num_experts = 4;
+  config.topk = 2;
+  config.hidden = config.intermediate = 128;
+  fusedmoe_selection* found = nullptr;
+  ASSERT_OK(fusedmoe_explain(&config, &found));
+  const Handle<fusedmoe_selection> selection(found);
+  const Tensor ids = Tensor::empty({2, 2}, DType::kI32);
+  const std::int32_t chosen[] = {0, 2, 3, 2};
+  std::copy(std::begin(chosen), std::end(chosen), ids.as<std::int32_t>());
+  const fusedmoe_tensor c_ids = to_c(ids);
+  auto ranks = sized<fusedmoe_simulation>();
+  ranks.num_ranks = 2;
+  ranks.tokens_per_rank = 1;
+  auto step = sized<fusedmoe_simulated_step>();
+  ASSERT_OK(fusedmoe_selection_simulate(found, &ranks, &c_ids, &step));
+  EXPECT_EQ(step.inside_bytes, 2 * 128) << "the first token goes to rank 1";
+  EXPECT_EQ(step.between_bytes, 0);
+  EXPECT_DOUBLE_EQ(step.balance, 3 / 2.0);
+  EXPECT_GT(step.dispatch_us, 0);
+  EXPECT_GT(step.experts_us, 0);
+  const double combine_us = step.combine_us;
+
+  ranks.placement =
+      R"({"num_experts":4,"num_ranks":2,"physical_to_logical":[0,1,2,3],"rank_of":[0,1,0,1]})";
+  ranks.num_hosts = 2;
+  ASSERT_OK(fusedmoe_selection_simulate(found, &ranks, &c_ids, &step));
+  EXPECT_EQ(step.inside_bytes, 0);
+  EXPECT_EQ(step.between_bytes, 2 * 128) << "the second token goes to rank 0";
+  EXPECT_DOUBLE_EQ(step.balance, 3 / 2.0);
+
+  ranks.placement = nullptr;
+  ranks.num_hosts = 0;
+  ranks.costs = fusedmoe_rank_costs();
+  ASSERT_OK(fusedmoe_selection_simulate(found, &ranks, &c_ids, &step));
+  EXPECT_EQ(step.combine_us, combine_us);
+  ranks.costs = "{}";
+  EXPECT_EQ(fusedmoe_selection_simulate(found, &ranks, &c_ids, &step), FUSEDMOE_INVALID_ARGUMENT);
+  ranks.costs = nullptr;
+  ranks.placement = R"({"num_experts":1,"num_ranks":1,"physical_to_logical":[0],"rank_of":[0]})";
+  EXPECT_EQ(fusedmoe_selection_simulate(found, &ranks, &c_ids, &step), FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(fusedmoe_last_error()).find("placement: was of 1 experts"),
+            std::string::npos);
 }
 
 /// Two layers, whose experts are f32 and f16.

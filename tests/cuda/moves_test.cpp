@@ -3,9 +3,12 @@
 // GPU, or have one each where there are several.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <atomic>
 #include <exception>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../ranks/same_parts.h"
@@ -284,6 +287,48 @@ TEST_F(CudaMovesTest, GraphsOfMessagesServeOnWhenExpertsHaveMoved) {
         communicator->barrier();
       });
     }
+  }
+}
+
+/// A thread of its own brings them over a communicator of its own; the ranks agree on the forward
+/// behind which all have theirs.
+TEST_F(CudaMovesTest, ExpertsAreBroughtBesideForwards) {
+  const LayerWeights weights = make_layer_weights({small_case("bf16")});
+  for (const Setting& setting : all_settings()) {
+    if (setting.size != 2) continue;
+    SCOPED_TRACE(setting.name());
+    Ranks ranks(setting), second({2, setting.nccl});
+    run_ranks(2, [&](int rank) {
+      const auto communicator = ranks.join(rank), over = second.join(rank);
+      const MoeLayer alone(weights, options_of(communicator->device(), true));
+      LayerOptions options = options_on(communicator, true);
+      options.ranks.placement = random_placement(2, 0);
+      MoeLayer layer(weights, options);
+      int step = 0;
+      const auto serve = [&] {
+        const Tensor x = input_of(rank, step++);
+        EXPECT_TRUE(bitwise_equal(forward(layer, x, kTokens), forward(alone, x, 0))) << step;
+      };
+      serve();
+      for (std::uint64_t move = 1; move < 4; ++move) {
+        std::atomic<bool> is_here{false};
+        std::thread mover([&] {
+          const ExpertPlacement placement = random_placement(2, move);
+          EXPECT_EQ(error_text([&] { layer.start_move(placement, *over); }), "no error");
+          is_here = true;
+        });
+        for (bool all_here = false; !all_here;) {
+          serve();
+          const auto texts = communicator->gather(is_here ? "here" : "not yet", "move");
+          all_here = std::ranges::count(texts, "here") == 2;
+        }
+        mover.join();
+        layer.commit_move();
+        serve();
+      }
+      expect_as_made_anew(layer, weights, options);
+      communicator->barrier();
+    });
   }
 }
 

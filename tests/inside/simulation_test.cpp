@@ -1,5 +1,5 @@
 // The simulation of ranks against what others and this project have measured on them.
-#include "tools/simulation.h"
+#include "fusedmoe/simulation.h"
 
 #include <gtest/gtest.h>
 
@@ -9,6 +9,7 @@
 #include "error_text.h"
 #include "fusedmoe/error.h"
 #include "testing/cases.h"
+#include "tools/fit_costs.h"
 
 namespace fusedmoe::simulation_test {
 

@@ -26,6 +26,8 @@ def entries(p):
 
     one = {"w13": p.w13[:1], "w2": p.w2[:1]}
     window = fusedmoe.LoadWindow(1, 8, 1)
+    ranks = {"num_ranks": 2, "tokens_per_rank": 1}
+    selection = fusedmoe.explain(num_experts=4, topk=2, hidden=128, intermediate=128)
     return {
         "as_tensor": (fusedmoe.as_tensor, {"x": p.x}),
         "fused_experts": (fusedmoe.fused_experts, {**routed, **w}),
@@ -41,6 +43,8 @@ def entries(p):
         "MoELayer.begin": (layer.begin, routed),
         "MoELayer.repack": (repacked, one),
         "LoadWindow.add": (lambda **a: window.add(0, **a), {"expert_load": np.zeros(8, np.int32)}),
+        "Selection.simulate": (
+            lambda **a: selection.simulate(**a, **ranks), {"topk_ids": np.zeros((1, 2), np.int32)}),
     }  # fmt: skip
 
 

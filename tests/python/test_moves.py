@@ -12,6 +12,7 @@ def test_experts_move_and_a_survivor_goes_on():
     w13, w2, _, x = tensors()
     expected = layer()(x)
     communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
+    over = fusedmoe.Communicator.threads(RANKS, timeout=60)
     (alone,) = fusedmoe.Communicator.threads(1)
 
     def run(rank):
@@ -31,7 +32,7 @@ def test_experts_move_and_a_survivor_goes_on():
         assert np.array_equal(made(x), expected)
         made.commit_move()
         assert made.placement == balanced.placement
-        made.start_move(fusedmoe.round_robin_placement(EXPERTS, RANKS))
+        made.start_move(fusedmoe.round_robin_placement(EXPERTS, RANKS), over[rank])
         made.commit_move()
         assert np.array_equal(made(x), expected)
         with pytest.raises(ValueError, match="nothing to commit"):

@@ -51,6 +51,28 @@ def test_balanced_ranks_give_the_bits_of_one():
             call()
 
 
+def test_ranks_that_are_not_here_are_simulated():
+    selection = fusedmoe.explain(num_experts=4, topk=2, hidden=128, intermediate=128)
+    ids = np.array([[0, 2], [3, 2]], np.int32)
+    step = selection.simulate(ids, num_ranks=2, tokens_per_rank=1)
+    assert step.inside_bytes == 256 and step.between_bytes == 0 and step.balance == 1.5
+    assert step.step_us == step.dispatch_us + step.experts_us + step.combine_us
+    placement = fusedmoe.linear_placement(4, 2)
+    known = {"placement": placement, "costs": fusedmoe.rank_costs(), "tokens_per_rank": 1}
+    assert selection.simulate(ids, **known) == step
+    apart = selection.simulate(ids, num_hosts=2, **known)
+    assert apart.between_bytes == 256 and apart.dispatch_us > step.dispatch_us
+    for match, wrong in {
+        "either num_ranks or placement": {"num_ranks": 2},
+        "num_hosts: was 3": {"num_hosts": 3},
+        "placement: was of 2 experts": {"placement": fusedmoe.linear_placement(2, 2)},
+        "costs: was another text": {"costs": ""},
+        "tokens_per_rank: was 0": {"tokens_per_rank": 0},
+    }.items():
+        with pytest.raises(ValueError, match=match):
+            selection.simulate(ids, **{**known, **wrong})
+
+
 def test_rows_that_do_not_fit_are_counted():
     communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
 

@@ -1,5 +1,9 @@
 // Experts that move between ranks while the layer serves: the bits stay those of one rank, and what
 // a rank holds is what a layer made with the new placement holds.
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
 #include "../unit/temporary_directory.h"
 #include "fusedmoe/quant.h"
 #include "moving.h"
@@ -240,6 +244,60 @@ TEST(MovesTest, ARankThatDidNotCommitIsNamedWhereSumsAreAdded) {
           << error;
     }
   }
+}
+
+/// A thread of its own brings the experts over a communicator of its own. The ranks agree on the
+/// forward behind which all have theirs.
+TEST_P(Moves, ExpertsAreBroughtBesideForwards) {
+  how_.batch_invariant = true;
+  const LayerWeights weights = small_weights();
+  const MoeLayer alone(weights, one_rank_options(how_, DType::kBF16));
+  const Communicators comms = make_communicators(3, how_.lend, {kPatient});
+  const Communicators over = make_communicators(3, how_.lend, {kPatient});
+  run_ranks(3, [&](int rank) {
+    MoeLayer layer(weights, options_on(comms[rank]));
+    int step = 0;
+    const auto forward = [&] {
+      const Tensor x = hidden_states_of(rank + step, (rank + step) % 4);
+      EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), forward_exactly(alone, x, 0)));
+      ++step;
+    };
+    for (std::uint64_t move = 1; move < 4; ++move) {
+      std::atomic<bool> is_here{false};
+      std::thread mover([&] {
+        EXPECT_EQ(
+            testing::error_text([&] { layer.start_move(random_placement(move), *over[rank]); }),
+            "no error");
+        is_here = true;
+      });
+      for (bool all_here = false; !all_here;) {
+        forward();
+        const auto texts = comms[rank]->gather(is_here ? "here" : "not yet", "move");
+        all_here = std::ranges::count(texts, "here") == 3;
+      }
+      mover.join();
+      layer.commit_move();
+      EXPECT_EQ(layer.placement(), random_placement(move));
+      forward();
+    }
+    expect_as_made_anew(layer, weights, options_on(comms[rank]));
+  });
+}
+
+TEST(MovesTest, AreBroughtOverTheSameRanks) {
+  const Communicators comms = make_communicators(2, true, {kPatient});
+  const Communicators over = make_communicators(2, true, {kPatient});
+  run_ranks(2, [&](int rank) {
+    MoeLayer layer(small_weights(), rank_options({.size = 2}, DType::kBF16, kTokens, comms[rank]));
+    const ExpertPlacement placement = ExpertPlacement::round_robin(kExperts, 2);
+    const auto error = [&](Communicator& ranks) {
+      return testing::error_text([&] { layer.start_move(placement, ranks); });
+    };
+    EXPECT_TRUE(has(error(*comms[rank]), "over: was the layer's communicator"));
+    EXPECT_TRUE(has(error(*over[1 - rank]), "the same rank"));
+    layer.start_move(placement, *over[rank]);
+    layer.commit_move();
+  });
 }
 
 TEST(MovesTest, NeedExpertsThatAreSharedAndCanMove) {

@@ -1,4 +1,4 @@
-#include "tools/simulation.h"
+#include "fusedmoe/simulation.h"
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "core/check.h"
+#include "layer/prepared_rows.h"
 #include "moe/replica.h"
-#include "tools/load_statistics.h"
 
 namespace fusedmoe {
 namespace {
@@ -119,8 +119,16 @@ void check(const SimulatedLayer& layer, const TensorView& topk_ids) {
                  core::format("a divisor of the {} ranks", num_ranks));
   FUSEDMOE_CHECK(layer.tokens_per_rank > 0, "tokens_per_rank",
                  core::to_string(layer.tokens_per_rank), "at least 1");
-  load_statistics(topk_ids, layer.placement.num_experts());  // an Error for ids that are none
+  core::check_tensor(topk_ids, "topk_ids", DType::kI32, {-1, -1});
+  core::check_contiguous(topk_ids, "topk_ids");
   FUSEDMOE_CHECK(topk_ids.size(0) > 0, "topk_ids", "no tokens", "at least one");
+  const std::int64_t num_experts = layer.placement.num_experts();
+  for (std::int64_t i = 0; i < topk_ids.numel(); ++i) {
+    const std::int32_t id = topk_ids.as<const std::int32_t>()[i];
+    FUSEDMOE_CHECK(id >= -1 && id < num_experts, "topk_ids",
+                   core::format("{} at [{}, {}]", id, i / topk_ids.size(1), i % topk_ids.size(1)),
+                   core::format("-1 or in [0, {})", num_experts));
+  }
 }
 
 }  // namespace
@@ -149,34 +157,29 @@ RankCosts RankCosts::parse(std::string_view json) {
   return costs;
 }
 
-LinkCost fit_link(const LinkSample& few, const LinkSample& many, std::string source) {
-  FUSEDMOE_CHECK(few.bytes > 0 && few.bytes < many.bytes && few.us > 0 && few.us < many.us,
-                 "samples", core::format("{} us and {} us", few.us, many.us),
-                 "more time for more bytes");
-  const double bytes_per_us = (many.bytes - few.bytes) / (many.us - few.us);
-  return {std::max(0.01, few.us - few.bytes / bytes_per_us), bytes_per_us, std::move(source)};
-}
-
-ExpertsCost fit_experts(const ExpertsSample& few, const ExpertsSample& many, std::string source) {
-  // few.us = few.bytes * x + few.flops * y, and so many: Cramer's rule. Where one of them comes out
-  // as nothing, the other explains the sample of its own kind alone.
-  const double determinant = few.bytes * many.flops - many.bytes * few.flops;
-  FUSEDMOE_CHECK(few.us > 0 && many.us > 0 && few.flops > 0 && determinant > 0, "samples",
-                 core::format("{} us and {} us", few.us, many.us),
-                 "few rows and many rows of the same experts");
-  double us_per_byte = (few.us * many.flops - many.us * few.flops) / determinant;
-  double us_per_flop = (few.bytes * many.us - many.bytes * few.us) / determinant;
-  if (us_per_byte <= 0) us_per_byte = 1e-3 * few.us / few.bytes;
-  if (us_per_flop <= 0) us_per_flop = 1e-3 * many.us / many.flops;
-  return {1 / us_per_byte, 1 / us_per_flop, std::move(source)};
-}
-
 RankCosts default_rank_costs() {
   const char* const two = "measured: two H200, bench --ep 2 over NCCL";
   return {.dispatch = {12.8, 249e3, two},
           .combine = {13.8, 237e3, two},
           .between_hosts = {24, 42e3, "assumed: what explains DeepEP's table of H800"},
           .experts = {3.95e6, 924e6, "measured: one H200, FP8 with block scales"}};
+}
+
+SimulatedLayer simulated_layer(const Selection& selection, ExpertPlacement placement) {
+  const MoeConfig& config = selection.config;
+  const double packed_bytes = static_cast<double>(selection.packed_bytes());
+  FUSEDMOE_CHECK(placement.num_experts() == config.num_experts, "placement",
+                 core::format("of {} experts", placement.num_experts()),
+                 core::format("of {}", config.num_experts));
+  const Preparation preparation = make_preparation(*selection.experts, config.scheme, false);
+  SimulatedLayer layer;
+  layer.placement = std::move(placement);
+  layer.sent_row_bytes = static_cast<double>(layer::sent_row_bytes(config, preparation));
+  layer.returned_row_bytes = static_cast<double>(bytes(config.dtype, config.hidden));
+  layer.expert_bytes = packed_bytes / static_cast<double>(config.num_local_experts);
+  layer.row_flops = 2.0 * (is_gated(config.activation) ? 3 : 2) *
+                    static_cast<double>(config.hidden * config.intermediate);
+  return layer;
 }
 
 SimulatedStep simulate(const RankCosts& costs, const SimulatedLayer& layer,

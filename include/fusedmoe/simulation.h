@@ -6,8 +6,8 @@
 #include <string>
 #include <string_view>
 
-#include "fusedmoe/parallel.h"
-#include "fusedmoe/tensor.h"
+#include "fusedmoe/export.h"
+#include "fusedmoe/selection.h"
 
 namespace fusedmoe {
 
@@ -33,7 +33,7 @@ struct ExpertsCost {
 };
 
 /// What ranks cost: a JSON file that `bench --ep --calibrate` writes.
-struct RankCosts {
+struct FUSEDMOE_API RankCosts {
   LinkCost dispatch, combine;  ///< between ranks of one host
   LinkCost between_hosts;      ///< either way; of one rank, which has a network card of its own
   ExpertsCost experts;
@@ -44,19 +44,7 @@ struct RankCosts {
 };
 
 /// H200s over NCCL, and between hosts what others publish.
-RankCosts default_rank_costs();
-
-/// What was measured on a rank: how long so many bytes took from it or to it.
-struct LinkSample {
-  double bytes = 0, us = 0;
-};
-/// How long experts took that read so many bytes of weights, and multiplied so much.
-struct ExpertsSample {
-  double bytes = 0, flops = 0, us = 0;
-};
-/// The costs that explain both samples. Throw Error where none do.
-LinkCost fit_link(const LinkSample& few, const LinkSample& many, std::string source);
-ExpertsCost fit_experts(const ExpertsSample& few, const ExpertsSample& many, std::string source);
+FUSEDMOE_API RankCosts default_rank_costs();
 
 struct SimulatedLayer {
   ExpertPlacement placement;
@@ -68,6 +56,11 @@ struct SimulatedLayer {
   /// A row goes to each expert, as other libraries' batched formats have it, not once to each rank.
   bool to_each_expert = false;
 };
+
+/// A layer of the configuration that was asked about, with the chosen experts: all but
+/// tokens_per_rank and num_hosts. Throws Error where nothing fits, or the placement is of another
+/// number of experts.
+FUSEDMOE_API SimulatedLayer simulated_layer(const Selection& selection, ExpertPlacement placement);
 
 /// Each number that of the rank with most.
 struct SimulatedStep {
@@ -81,7 +74,7 @@ struct SimulatedStep {
 /// behind the other, again from the first where there are not enough. Of copies of an expert a
 /// token takes one as a layer does. Inside a host and between hosts rows travel at the same time.
 /// Throws Error unless the hosts share the ranks evenly, and for ids out of range.
-SimulatedStep simulate(const RankCosts& costs, const SimulatedLayer& layer,
-                       const TensorView& topk_ids);
+FUSEDMOE_API SimulatedStep simulate(const RankCosts& costs, const SimulatedLayer& layer,
+                                    const TensorView& topk_ids);
 
 }  // namespace fusedmoe
