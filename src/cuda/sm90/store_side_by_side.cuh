@@ -12,7 +12,7 @@ namespace fusedmoe::cuda::sm90 {
 /// With four multiplying warpgroups a thread has too few registers.
 template <typename K>
 inline constexpr bool kStoresSideBySide =
-    K::kPromotes&& K::Operands::kDecodes && !K::kHasEpilogueWarpgroup && K::kWarpgroups == 2;
+    !K::kHasEpilogueWarpgroup && K::kWarpgroups == 2 && K::kPromotes && K::Operands::kDecodes;
 
 /// The thread's number in its warpgroup, read anew: what depends on it would otherwise be computed
 /// before the first tile and occupy registers in all main loops.
