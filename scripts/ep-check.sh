@@ -2,7 +2,7 @@
 # What a machine with one or more Hopper GPUs can say of layers on several ranks: builds what that
 # needs, runs the tests (one GPU shared by 2 and 4 ranks; over NCCL and through peer memory on 2, 4
 # and 8 GPUs, as many as there are), measures dispatch and combine both ways, over NCCL against NCCL
-# alone, and prints one table. Results go to a folder, with the commit in their name.
+# alone, and whole steps both ways. Results go to a folder, with the commit in their name.
 #
 #   scripts/ep-check.sh [--steps build,tests,bench] [--build build-cuda] [--output bench/results]
 #                       [--commit NAME] [--model deepseek-v3] [--seconds 480]
@@ -49,11 +49,11 @@ add_verdicts() {
       print $0 "  " ($4 <= dispatch ? "ok" : "SLOW") " / " ($9 <= combine ? "ok" : "SLOW")
     }'
 }
-# bench VERDICTS RANKS TRANSPORT [--peer-memory]; VERDICTS: the command that adds them, or cat
+# bench VERDICTS RANKS TRANSPORT OPTIONS...; VERDICTS: the command that adds them, or cat
 bench() {
   local status=0
-  within "$bench_seconds" "$program" bench --ep "$2" --device cuda --model "$model" \
-    --experts "$3" --rows-only --tokens "${tokens[@]}" "${@:4}" >"$log" || status=$?
+  within "$bench_seconds" "$program" bench --ep "$2" --device cuda --experts "$3" "${@:4}" \
+    >"$log" || status=$?
   "$1" <"$log" >>"$result"
   return $status
 }
@@ -73,10 +73,16 @@ fi
 if wants bench; then
   for ranks in 2 4 8; do
     ((ranks <= gpus)) || continue
+    rows=(--model "$model" --rows-only --tokens "${tokens[@]}")
+    # As many experts and rows a GPU as 8-way parallelism of 256 experts has.
+    steps_of=(--shape "7168x2048x$((32 * ranks))x8" --scheme fp8_block --tokens 8 32 128 1024 8192)
     for transport in all2all allgather_reducescatter; do
-      step "$transport on $ranks GPUs" bench add_verdicts "$ranks" "$transport"
+      step "$transport on $ranks GPUs" bench add_verdicts "$ranks" "$transport" "${rows[@]}"
     done
-    step "peer memory on $ranks GPUs" bench cat "$ranks" all2all --peer-memory
+    step "peer memory on $ranks GPUs" bench cat "$ranks" all2all "${rows[@]}" --peer-memory
+    step "steps over NCCL on $ranks GPUs" bench cat "$ranks" all2all "${steps_of[@]}"
+    step "steps through peer memory on $ranks GPUs" \
+      bench cat "$ranks" all2all "${steps_of[@]}" --peer-memory
   done
 fi
 cat "$result"

@@ -120,7 +120,7 @@ struct CommunicatorOptions {
   /// Processes of one host may share memory, see Communicator::share_memory(); the same on all.
   bool shared_memory = true;
   /// Whether rows between GPUs of one host go through their memory, see Communicator::map_peers().
-  /// False, the default until its speed is measured: as messages. None: through memory where each
+  /// False, the default until tried on four GPUs: as messages. None: through memory where each
   /// rank has a GPU to itself. True: also where ranks share one. Kernels of a rank then wait for
   /// those of another on that GPU, so one thread must begin the steps of all ranks before it
   /// computes any, or each rank needs a process of its own. Steps on several streams must be

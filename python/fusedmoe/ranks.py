@@ -46,6 +46,7 @@ class Communicator:
         device: str = "cpu",
         timeout: float = 30.0,
         shared_memory: bool = True,
+        peer_memory: Optional[bool] = False,
     ) -> "Communicator":
         """A process among others, over TCP, with rows over NCCL on CUDA; every rank calls it.
 
@@ -64,10 +65,21 @@ class Communicator:
             timeout: seconds, of every wait.
             shared_memory: processes of one host share memory on the CPU. Where it is False on one
                 rank, all send messages.
+            peer_memory: rows between GPUs of one host go through their memory: None, where each
+                rank has a GPU to itself; True, also where ranks share one. False on one rank: all
+                send messages. Layers then are made, the largest first, before the first forward.
         """
         return cls(
             _core.join_communicator(
-                rank, size, address or "", port, token or "", device, timeout, shared_memory
+                rank,
+                size,
+                address or "",
+                port,
+                token or "",
+                device,
+                timeout,
+                shared_memory,
+                peer_memory,
             )
         )
 
@@ -81,6 +93,7 @@ class Communicator:
         device: str = "cpu",
         timeout: float = 30.0,
         shared_memory: bool = True,
+        peer_memory: Optional[bool] = False,
     ) -> "Communicator":
         """The same, where the ranks find each other by an engine's own collective.
 
@@ -88,11 +101,16 @@ class Communicator:
             rank: of this process.
             size: how many ranks there are.
             gather: takes this rank's text, returns those of all ranks; called twice.
-            device: as for join(), and so are timeout and shared_memory.
+            device: as for join(), and so are the others.
             timeout: seconds, of every wait.
             shared_memory: on the CPU, among processes of one host.
+            peer_memory: between GPUs of one host.
         """
-        return cls(_core.create_communicator(rank, size, gather, device, timeout, shared_memory))
+        return cls(
+            _core.create_communicator(
+                rank, size, gather, device, timeout, shared_memory, peer_memory
+            )
+        )
 
     @classmethod
     def from_torch(
@@ -102,6 +120,7 @@ class Communicator:
         device: str = "cpu",
         timeout: float = 30.0,
         shared_memory: bool = True,
+        peer_memory: Optional[bool] = False,
     ) -> "Communicator":
         """The ranks of a process group of torch.distributed, default: all."""
         import torch.distributed as dist
@@ -112,7 +131,11 @@ class Communicator:
             return texts
 
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        return cls(_core.create_communicator(rank, size, gather, device, timeout, shared_memory))
+        return cls(
+            _core.create_communicator(
+                rank, size, gather, device, timeout, shared_memory, peer_memory
+            )
+        )
 
     @classmethod
     def from_mpi(
@@ -122,6 +145,7 @@ class Communicator:
         device: str = "cpu",
         timeout: float = 30.0,
         shared_memory: bool = True,
+        peer_memory: Optional[bool] = False,
     ) -> "Communicator":
         """The ranks of a communicator of mpi4py, default: MPI.COMM_WORLD.
 
@@ -134,7 +158,11 @@ class Communicator:
             comm = MPI.COMM_WORLD
         rank, size = comm.Get_rank(), comm.Get_size()
         gather = comm.allgather
-        return cls(_core.create_communicator(rank, size, gather, device, timeout, shared_memory))
+        return cls(
+            _core.create_communicator(
+                rank, size, gather, device, timeout, shared_memory, peer_memory
+            )
+        )
 
     @classmethod
     def from_folder(
@@ -146,6 +174,7 @@ class Communicator:
         device: str = "cpu",
         timeout: float = 30.0,
         shared_memory: bool = True,
+        peer_memory: Optional[bool] = False,
     ) -> "Communicator":
         """As join(), where the ranks find each other by files in a folder that all of them see.
 
@@ -154,7 +183,7 @@ class Communicator:
         """
         return cls(
             _core.create_communicator_in_folder(
-                rank, size, os.fspath(folder), device, timeout, shared_memory
+                rank, size, os.fspath(folder), device, timeout, shared_memory, peer_memory
             )
         )
 
@@ -168,6 +197,7 @@ class Communicator:
         *,
         device: str = "cuda:0",
         timeout: float = 30.0,
+        peer_memory: Optional[bool] = False,
     ) -> "Communicator":
         """As from_gather(), with rows over a communicator of NCCL that the caller has.
 
@@ -180,9 +210,12 @@ class Communicator:
             gather: takes this rank's text, returns those of all ranks; called twice.
             device: of this rank.
             timeout: seconds, of every wait.
+            peer_memory: as for join().
         """
         return cls(
-            _core.create_communicator_with_nccl(rank, size, gather, comm, None, device, timeout)
+            _core.create_communicator_with_nccl(
+                rank, size, gather, comm, None, device, timeout, peer_memory
+            )
         )
 
     @classmethod
@@ -195,6 +228,7 @@ class Communicator:
         *,
         device: str = "cuda:0",
         timeout: float = 30.0,
+        peer_memory: Optional[bool] = False,
     ) -> "Communicator":
         """As from_gather(), with rows over a new communicator of NCCL.
 
@@ -205,10 +239,11 @@ class Communicator:
             gather: takes this rank's text, returns those of all ranks; called twice.
             device: of this rank.
             timeout: seconds, of every wait.
+            peer_memory: as for join().
         """
         return cls(
             _core.create_communicator_with_nccl(
-                rank, size, gather, None, unique_id, device, timeout
+                rank, size, gather, None, unique_id, device, timeout, peer_memory
             )
         )
 

@@ -33,15 +33,15 @@ void handle_signals() {
   if (PyErr_CheckSignals() != 0) throw Interrupted();
 }
 
-CommunicatorOptions options_of(const std::string& device, double timeout,
-                               bool shared_memory = true) {
+CommunicatorOptions options_of(const std::string& device, double timeout, bool shared_memory = true,
+                               std::optional<bool> peer_memory = false) {
   constexpr double kYear = 365 * 24 * 3600;
   if (!(timeout > 0 && timeout <= kYear)) {
     throw Error("timeout", std::to_string(timeout), "a positive number of seconds, at most a year");
   }
   const std::chrono::duration<double> seconds(timeout);
   return {std::chrono::ceil<std::chrono::milliseconds>(seconds), parse_device(device),
-          shared_memory};
+          shared_memory, peer_memory};
 }
 
 std::vector<PyCommunicator> threads(int size, const std::string& device, double timeout) {
@@ -55,8 +55,8 @@ std::vector<PyCommunicator> threads(int size, const std::string& device, double 
 /// Without an address: what the launcher's variables say.
 PyCommunicator join(int rank, int size, const std::string& address, int port,
                     const std::string& token, const std::string& device, double timeout,
-                    bool shared_memory) {
-  const CommunicatorOptions options = options_of(device, timeout, shared_memory);
+                    bool shared_memory, std::optional<bool> peer_memory) {
+  const CommunicatorOptions options = options_of(device, timeout, shared_memory, peer_memory);
   std::optional<Launch> launch;
   if (address.empty() && !token.empty()) {
     throw Error::invalid("token", "token is given without an address, at which alone it counts");
@@ -82,8 +82,8 @@ GatherCallback collective_of(const nb::callable& gather) {
 }
 
 PyCommunicator create(int rank, int size, const nb::callable& gather, const std::string& device,
-                      double timeout, bool shared_memory) {
-  const CommunicatorOptions options = options_of(device, timeout, shared_memory);
+                      double timeout, bool shared_memory, std::optional<bool> peer_memory) {
+  const CommunicatorOptions options = options_of(device, timeout, shared_memory, peer_memory);
   const WithoutGil no_gil;
   auto control = make_control_plane(rank, size, collective_of(gather), options.timeout);
   return PyCommunicator(make_communicator(rank, size, std::move(control), options));
@@ -91,8 +91,9 @@ PyCommunicator create(int rank, int size, const nb::callable& gather, const std:
 
 /// Texts as files in a folder.
 PyCommunicator create_in_folder(int rank, int size, const std::string& folder,
-                                const std::string& device, double timeout, bool shared_memory) {
-  const CommunicatorOptions options = options_of(device, timeout, shared_memory);
+                                const std::string& device, double timeout, bool shared_memory,
+                                std::optional<bool> peer_memory) {
+  const CommunicatorOptions options = options_of(device, timeout, shared_memory, peer_memory);
   const WithoutGil no_gil;
   return PyCommunicator(make_communicator(rank, size, make_file_control_plane(folder), options));
 }
@@ -101,9 +102,10 @@ PyCommunicator create_in_folder(int rank, int size, const std::string& folder,
 PyCommunicator create_with_nccl(int rank, int size, const nb::callable& gather,
                                 std::optional<std::uintptr_t> comm,
                                 const std::optional<nb::bytes>& unique_id,
-                                const std::string& device, double timeout) {
+                                const std::string& device, double timeout,
+                                std::optional<bool> peer_memory) {
   constexpr std::size_t kIdBytes = 128;
-  const CommunicatorOptions options = options_of(device, timeout);
+  const CommunicatorOptions options = options_of(device, timeout, true, peer_memory);
   if (options.device.is_cpu()) throw Error("device", device, "a CUDA device: NCCL is of GPUs");
   if (comm && *comm == 0) throw Error("comm", "0", "the address of an ncclComm_t", Fault::kNull);
   const std::string id = unique_id ? std::string(unique_id->c_str(), unique_id->size()) : "";
@@ -193,14 +195,16 @@ void bind_ranks(nb::module_& module) {
              nb::arg("timeout"));
   module.def("join_communicator", &join, nb::arg("rank"), nb::arg("size"), nb::arg("address"),
              nb::arg("port"), nb::arg("token"), nb::arg("device"), nb::arg("timeout"),
-             nb::arg("shared_memory"));
+             nb::arg("shared_memory"), nb::arg("peer_memory").none());
   module.def("create_communicator", &create, nb::arg("rank"), nb::arg("size"), nb::arg("gather"),
-             nb::arg("device"), nb::arg("timeout"), nb::arg("shared_memory"));
+             nb::arg("device"), nb::arg("timeout"), nb::arg("shared_memory"),
+             nb::arg("peer_memory").none());
   module.def("create_communicator_in_folder", &create_in_folder, nb::arg("rank"), nb::arg("size"),
-             nb::arg("folder"), nb::arg("device"), nb::arg("timeout"), nb::arg("shared_memory"));
+             nb::arg("folder"), nb::arg("device"), nb::arg("timeout"), nb::arg("shared_memory"),
+             nb::arg("peer_memory").none());
   module.def("create_communicator_with_nccl", &create_with_nccl, nb::arg("rank"), nb::arg("size"),
              nb::arg("gather"), nb::arg("comm").none(), nb::arg("unique_id").none(),
-             nb::arg("device"), nb::arg("timeout"));
+             nb::arg("device"), nb::arg("timeout"), nb::arg("peer_memory").none());
   module.def("make_nccl_unique_id", [] {
     const std::string id = make_nccl_unique_id();
     return nb::bytes(id.data(), id.size());

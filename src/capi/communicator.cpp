@@ -2,6 +2,7 @@
 #include "capi/communicator.h"
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -12,13 +13,28 @@
 namespace fusedmoe::capi {
 namespace {
 
+std::optional<bool> to_peer_memory(std::int32_t value) {
+  switch (value) {
+    case 0:
+      return CommunicatorOptions().peer_memory;
+    case 1:
+      return std::nullopt;
+    case 2:
+      return true;
+    case -1:
+      return false;
+    default:
+      throw Error("options.peer_memory", std::to_string(value), "-1, 0, 1 or 2");
+  }
+}
+
 CommunicatorOptions to_options(const fusedmoe_communicator_options* options) {
   const fusedmoe_communicator_options o = read_struct(options, "options");
-  if (o.reserved != 0) throw Error("options.reserved", std::to_string(o.reserved), "0");
   CommunicatorOptions result;
   result.device = to_device_id(o.device_type, o.device_index, "options.device");
   if (o.timeout_ms != 0) result.timeout = std::chrono::milliseconds(o.timeout_ms);
   result.shared_memory = o.no_shared_memory == 0;
+  result.peer_memory = to_peer_memory(o.peer_memory);
   return result;
 }
 

@@ -120,14 +120,20 @@ TEST(CRanksTest, ProcessesShareMemoryUnlessOneDoesNot) {
   }
 }
 
-TEST(CRanksTest, AReservedOptionMustBeZero) {
-  fusedmoe_communicator* made[kRanks] = {};
-  auto options = patient();
-  options.reserved = 1;
-  EXPECT_EQ(fusedmoe_communicator_create_threads(kRanks, &options, made),
-            FUSEDMOE_INVALID_ARGUMENT);
-  EXPECT_NE(std::string(fusedmoe_last_error()).find("options.reserved"), std::string::npos);
-  EXPECT_EQ(made[0], nullptr);
+TEST(CRanksTest, PeerMemoryIsOneOfFourNumbers) {
+  for (const std::int32_t value : {-2, -1, 0, 1, 2, 3}) {
+    fusedmoe_communicator* made[kRanks] = {};
+    auto options = patient();
+    options.peer_memory = value;
+    const fusedmoe_status status = fusedmoe_communicator_create_threads(kRanks, &options, made);
+    const bool known = value >= -1 && value <= 2;
+    EXPECT_EQ(status, known ? FUSEDMOE_OK : FUSEDMOE_INVALID_ARGUMENT) << value;
+    EXPECT_EQ(made[0] != nullptr, known);
+    if (!known) {
+      EXPECT_NE(std::string(fusedmoe_last_error()).find("options.peer_memory"), std::string::npos);
+    }
+    for (fusedmoe_communicator* each : made) fusedmoe_communicator_destroy(each);
+  }
 }
 
 TEST(CRanksTest, RowsThatDoNotFitAreCounted) {

@@ -155,7 +155,7 @@ TEST(CStructOptionsTest, OfACommunicatorAreObeyedOrRefused) {
                 no_shared_memory, const std::vector<std::string> yes(kRanks, "1"), no(kRanks, "0");
                 EXPECT_EQ(c.shared_bytes(), yes); Ranks apart; apart.options.no_shared_memory = 1;
                 EXPECT_EQ(apart.shared_bytes(), no);),
-            OPTION(reserved, c.options.reserved = 1; c.refused("options.reserved");)
+            OPTION(peer_memory, c.options.peer_memory = 3; c.refused("options.peer_memory");)
       },
       sizeof(T));
 }

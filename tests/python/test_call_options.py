@@ -90,6 +90,7 @@ def meeting(make, **given):
         "device": none("device", device="tpu"),
         "timeout": none("timeout", timeout=-1.0),
         "shared_memory": none("shared_memory", shared_memory="no"),
+        "peer_memory": none("peer_memory", peer_memory="no"),
     }
     known = inspect.signature(make).parameters
     return {name: case for name, case in cases.items() if name in known}, known
