@@ -95,6 +95,12 @@ wheels() {
   local cuda=$1 label=$2 minor later python folder
   [[ -e $dist/fusedmoe-$version.tar.gz ]] || source_part
   tools
+  if [[ $cuda == ON ]]; then
+    # pip would put the headers elsewhere for each Python, and every kernel would be compiled again.
+    export CUTLASS_ROOT=$work/cutlass
+    [[ -d $CUTLASS_ROOT ]] || "$work/tools/bin/pip" install --quiet --no-deps --target "$CUTLASS_ROOT" \
+      "$(sed -nE 's/^CUTLASS = "(.*)".*/\1/p' python/build_backend/fusedmoe_build.py)"
+  fi
   unpack "$dist/fusedmoe-$version.tar.gz"
   for minor in 10 11 12; do
     say "wheel for Python 3.$minor${label:+, $label}"
