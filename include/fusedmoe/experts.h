@@ -366,8 +366,8 @@ class FUSEDMOE_API Experts {
   /// Throws Error for weights that are not of the configuration or cannot be packed. Waits.
   virtual std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                               const PackOptions& options = {}) const = 0;
-  /// The weights that PackedWeights::parts() took apart; `parts` lie in host memory, or on CUDA
-  /// also on the device. On the CPU they are used where they lie, on CUDA copied. Nothing is
+  /// The weights that PackedWeights::parts() took apart; `parts` lie in host memory, or on the
+  /// device. Those that lie there, as all do for the CPU, are used as they lie. Nothing is
   /// trusted: throws Error for parts that are missing or do not fit. load_packed() (packed_file.h)
   /// reads them from a file. Waits. The default throws Error: the implementation cannot.
   virtual std::shared_ptr<PackedWeights> from_parts(PackedWeights::Info info,

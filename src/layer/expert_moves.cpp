@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/workspace.h"
 #include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
 
@@ -63,14 +64,15 @@ Json describe(const PackedParts& parts) {
   return description;
 }
 
-/// Room for such parts.
-PackedParts make_parts(const Json& description, Device device) {
+/// Room for such parts in a block. With a cutter that only counts they are undefined.
+PackedParts cut_parts(const Json& description, core::WorkspaceCutter& cutter, const Tensor& block,
+                      Device device) {
   PackedParts parts;
   for (const auto& [name, part] : description.items()) {
     std::vector<std::int64_t> extents;
     for (std::size_t i = 1; i < part.size(); ++i) extents.push_back(part[i].get<std::int64_t>());
     const DType dtype = parse_dtype(part[0].get<std::string>()).value();
-    parts[name] = Tensor::empty(Shape(extents), dtype, device);
+    parts[name] = Tensor(cutter.take(dtype, Shape(extents), device), block.owner());
   }
   return parts;
 }
@@ -93,6 +95,28 @@ struct Travelling {
   std::map<std::int64_t, PackedParts> leaving;  // by their places
   std::vector<std::pair<std::int64_t, PackedParts>> arriving;
   std::vector<Message> sends, receives;
+
+  /// Makes room for what arrives, in one block: a GPU gives memory back slowly, one after the
+  /// other. `described`: of each rank, what leaves it.
+  void make_room(const std::vector<Json>& described, std::span<const Transfer> transfers, int rank,
+                 Device device) {
+    std::vector<std::pair<Transfer, const Json*>> parts;
+    std::vector<std::size_t> next(described.size());
+    core::WorkspaceCutter counted(nullptr);
+    for (const Transfer& each : transfers) {
+      const Json& its = described[each.from].at(next[each.from]++);
+      if (each.to != rank) continue;
+      parts.emplace_back(each, &its);
+      cut_parts(its, counted, {}, device);
+    }
+    const Tensor block =
+        Tensor::empty({static_cast<std::int64_t>(counted.used())}, DType::kU8, device);
+    core::WorkspaceCutter cutter(block.data());
+    for (const auto& [transfer, its] : parts) {
+      arriving.emplace_back(transfer.place, cut_parts(*its, cutter, block, device));
+      add_messages(receives, transfer.from, arriving.back().second);
+    }
+  }
 };
 
 /// Experts of a rank that leave it at a time: copies of them take memory.
@@ -133,13 +157,7 @@ void bring_round(Communicator& communicator, const Experts& experts, const Packe
     std::vector<Json> described;
     described.reserve(texts.size());
     for (const std::string& text : texts) described.push_back(Json::parse(text));
-    std::vector<std::size_t> next(texts.size());
-    for (const Transfer& each : transfers) {
-      const Json& parts = described[each.from].at(next[each.from]++);
-      if (each.to != rank) continue;
-      travelling.arriving.emplace_back(each.place, make_parts(parts, device));
-      add_messages(travelling.receives, each.from, travelling.arriving.back().second);
-    }
+    travelling.make_room(described, transfers, rank, device);
   };
   communicator.together(make_room, what);
   const OwnedStream stream(device);

@@ -17,8 +17,8 @@
 namespace fusedmoe::cuda {
 
 void PackedMatrices::add_to(PackedParts& parts, const std::string& prefix) const {
-  for (const auto& [name, array] : kArrays) {
-    if (this->*array) parts[prefix + name] = this->*array;
+  for (const Array& each : kArrays) {
+    if (this->*each.tensor) parts[prefix + each.name] = this->*each.tensor;
   }
   const auto num_experts = static_cast<std::int64_t>(origins_.size());
   const Tensor shifts = parts[prefix + "exponent_shifts"] =
@@ -41,13 +41,13 @@ void PackedMatrices::add_to(PackedParts& parts, const std::string& prefix) const
   }
 }
 
-void PackedMatrices::take_from(const PackedParts& parts, const std::string& prefix, Stream stream) {
-  for (const auto& [name, member] : kArrays) {
-    const Tensor& array = this->*member;
-    if (!array) continue;
-    copy(core::part(parts, prefix + name, array.dtype(), array.shape()), array, stream);
+void PackedMatrices::take_from(const PackedParts& parts, const std::string& prefix) {
+  for (const Array& each : kArrays) {
+    const Shape& shape = shapes_.*each.shape;
+    if (shape.rank() == 0) continue;
+    this->*each.tensor =
+        to_device(core::part(parts, prefix + each.name, each.dtype, shape), device_);
   }
-  synchronize(stream);
   const auto on_host = [&](const char* name, DType dtype, const Shape& shape) {
     return to_device(core::part(parts, prefix + name, dtype, shape), {});
   };
@@ -90,9 +90,8 @@ CudaPackedWeights::CudaPackedWeights(Info info, const FormatKernels& kernels,
                                      const PackedParts& parts)
     : CudaPackedWeights(std::move(info), kernels) {
   const core::CurrentDevice current(this->info().device);
-  const OwnedStream stream(this->info().device);
-  w13_.take_from(parts, "w13.", stream);
-  w2_.take_from(parts, "w2.", stream);
+  w13_.take_from(parts, "w13.");
+  w2_.take_from(parts, "w2.");
 }
 
 PackedParts CudaPackedWeights::parts() const {
@@ -104,6 +103,8 @@ PackedParts CudaPackedWeights::parts() const {
 
 CudaPackedWeights::CudaPackedWeights(Info info, const CudaPackedWeights& like)
     : CudaPackedWeights(std::move(info), *like.kernels_) {
+  w13_.make_arrays();
+  w2_.make_arrays();
   w13_.lay_out_as(like.w13_);
   w2_.lay_out_as(like.w2_);
 }
@@ -142,8 +143,8 @@ void CudaPackedWeights::put(std::int64_t expert, const CudaPackedWeights& from,
 
 void PackedMatrices::put(std::int64_t expert, const PackedMatrices& from, std::int64_t from_expert,
                          Stream stream) {
-  for (const auto& [name, member] : kArrays) {
-    const Tensor &to = this->*member, &source = from.*member;
+  for (const Array& each : kArrays) {
+    const Tensor &to = this->*each.tensor, &source = from.*each.tensor;
     if (to) {
       copy(source.slice(0, from_expert, from_expert + 1), to.slice(0, expert, expert + 1), stream);
     }

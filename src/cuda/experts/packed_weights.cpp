@@ -110,18 +110,16 @@ PackedMatrices::PackedMatrices(const FormatKernels& kernels, const QuantScheme& 
       k_(sizes.k),
       gated_(sizes.gated),
       activation_scale_(sizes.activation_scale),
+      device_(device),
+      shapes_(kernels.format, scheme, sizes),
       exponent_shifts_(static_cast<std::size_t>(sizes.num_experts)),
-      origins_(static_cast<std::size_t>(sizes.num_experts)) {
-  const PackedShapes shapes(*format_, scheme, sizes);
-  grid_ = shapes.grid;
-  blocks_ = Tensor::empty(shapes.blocks, DType::kU8, device);
-  const auto make = [&](const Shape& shape) {
-    return shape.rank() > 0 ? Tensor::empty(shape, DType::kF32, device) : Tensor();
-  };
-  bias_ = make(shapes.bias);
-  scales_ = make(shapes.scales);
-  block_scales_ = make(shapes.block_scales);
-  input_scales_ = make(shapes.input_scales);
+      origins_(static_cast<std::size_t>(sizes.num_experts)) {}
+
+void PackedMatrices::make_arrays() {
+  for (const Array& each : kArrays) {
+    const Shape& shape = shapes_.*each.shape;
+    if (shape.rank() > 0) this->*each.tensor = Tensor::empty(shape, each.dtype, device_);
+  }
 }
 
 int PackedMatrices::check(const WeightMatrix& gate, const WeightMatrix* up) const {
@@ -190,10 +188,11 @@ bool PackedMatrices::has_two_scales_a_tile(const WeightMatrix& gate, const Weigh
 
 Tensor PackedMatrices::make_block_scales(const WeightMatrix& gate, const WeightMatrix* up) const {
   const GroupShape group = scheme_.weights.group;
-  const Tensor host = Tensor::zeros({grid_.row_blocks, grid_.k_blocks, 8}, DType::kF32);
+  const Tensor host =
+      Tensor::zeros({shapes_.grid.row_blocks, shapes_.grid.k_blocks, 8}, DType::kF32);
   for (std::int64_t i = 0; i < host.numel(); ++i) {
-    const std::int64_t slice = i / (8 * grid_.k_blocks) * 8 + i % 8,
-                       k_block = i / 8 % grid_.k_blocks;
+    const std::int64_t slice = i / (8 * shapes_.grid.k_blocks) * 8 + i % 8,
+                       k_block = i / 8 % shapes_.grid.k_blocks;
     const std::int64_t feature = gated_ ? gated_feature(slice * 8) : slice * 8;
     if (feature >= width_) continue;
     const WeightMatrix& matrix = source_of(slice * 8, gate, up);
@@ -259,7 +258,7 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
       source.zero_points = zero_points.as<const std::uint8_t>();
     }
   }
-  kernels_->pack(source, grid_, blocks_.select(0, expert).data(), stream);
+  kernels_->pack(source, shapes_.grid, blocks_.select(0, expert).data(), stream);
 
   Uploads uploads(stream);
   float input_scale = 1;
@@ -287,7 +286,7 @@ void PackedMatrices::pack(std::int64_t expert, const WeightMatrix& gate, const W
       return row_scale(matrix, origins[&matrix == up ? 1 : 0], row, common);
     });
     if (kernels_->mark_nan_rows) {
-      kernels_->mark_nan_rows(source, grid_, scales_.select(0, expert).as<float>(), stream);
+      kernels_->mark_nan_rows(source, shapes_.grid, scales_.select(0, expert).as<float>(), stream);
     }
   }
   if (bias_) {
@@ -323,10 +322,10 @@ void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatri
     if (bias_) matrix->bias = keep(Tensor::empty({width_}, DType::kF32));
   }
   const Tensor blocks = download(blocks_), bias = bias_ ? download(bias_) : Tensor();
-  PackedView source{blocks.as<const std::byte>(), grid_.k_blocks, k_, exponent_shifts_[index],
-                    scheme_.weights.group.cols,   gate.first_col};
+  PackedView source{blocks.as<const std::byte>(), shapes_.grid.k_blocks,      k_,
+                    exponent_shifts_[index],      scheme_.weights.group.cols, gate.first_col};
   core::parallel_for(
-      default_executor(), grid_.row_blocks * kBlockRows, true, [&](std::int64_t row) {
+      default_executor(), shapes_.grid.row_blocks * kBlockRows, true, [&](std::int64_t row) {
         const std::int64_t feature = gated_ ? gated_feature(row) : row;
         if (feature >= width_) return;
         const WeightMatrix& matrix = gated_ && gated_is_up(row) ? *up : gate;
@@ -348,8 +347,8 @@ void PackedMatrices::unpack(std::int64_t expert, WeightMatrix& gate, WeightMatri
 void PackedMatrices::set(GemmParams& gemm) const {
   gemm.weights = blocks_.data();
   gemm.expert_bytes = blocks_.stride(0);
-  gemm.row_blocks = static_cast<int>(grid_.row_blocks);
-  gemm.k_blocks = static_cast<int>(grid_.k_blocks);
+  gemm.row_blocks = static_cast<int>(shapes_.grid.row_blocks);
+  gemm.k_blocks = static_cast<int>(shapes_.grid.k_blocks);
   gemm.bias = bias_ ? bias_.as<const float>() : nullptr;
   gemm.scales = scales_ ? scales_.as<const float>() : nullptr;
   gemm.block_scales = block_scales_ ? block_scales_.as<const float>() : nullptr;
@@ -357,11 +356,7 @@ void PackedMatrices::set(GemmParams& gemm) const {
 }
 
 std::int64_t PackedMatrices::nbytes() const {
-  std::int64_t total = 0;
-  for (const auto& [name, array] : kArrays) {
-    if (this->*array) total += (this->*array).nbytes();
-  }
-  return total;
+  return shapes_.nbytes();
 }
 
 CudaPackedWeights::CudaPackedWeights(Info info, const FormatKernels& kernels)
@@ -383,6 +378,8 @@ CudaPackedWeights::CudaPackedWeights(Info info, const FormatKernels& kernels,
   const Stream stream = options.stream.value_or(Stream{this->info().device});
   const std::int64_t num_experts = this->info().num_experts;
   const bool gated = is_gated(this->info().activation.kind);
+  w13_.make_arrays();
+  w2_.make_arrays();
   for (const ExpertMatrices& expert : weights.experts) {
     w13_.lay_out_for(expert.gate, gated ? &expert.up : nullptr);
     w2_.lay_out_for(expert.down, nullptr);

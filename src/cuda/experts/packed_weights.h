@@ -22,11 +22,14 @@ namespace fusedmoe::cuda {
 class PackedMatrices {
  public:
   PackedMatrices() = default;
+  /// Without arrays.
   PackedMatrices(const FormatKernels& kernels, const QuantScheme& scheme, const MatrixSizes& sizes,
                  Device device);
-  /// Adds everything to `parts`, or takes it from there, under names that begin so. Taking waits.
+  void make_arrays();
+  /// Adds everything to `parts`, or takes it from there, under names that begin so: arrays that lie
+  /// on the device as they are. Taking waits.
   void add_to(PackedParts& parts, const std::string& prefix) const;
-  void take_from(const PackedParts& parts, const std::string& prefix, Stream stream);
+  void take_from(const PackedParts& parts, const std::string& prefix);
 
   /// Everything of an expert, from matrices that have the same arrays. Only enqueued.
   void put(std::int64_t expert, const PackedMatrices& from, std::int64_t from_expert,
@@ -85,20 +88,26 @@ class PackedMatrices {
   std::int64_t width_ = 0, k_ = 0;
   bool gated_ = false;
   float activation_scale_ = 1;
-  BlockGrid grid_;
+  Device device_;
+  PackedShapes shapes_;
   Tensor blocks_;        // u8
   Tensor bias_;          // (experts, row_blocks * 64) f32 in packed row order
   Tensor scales_;        // the same: what results are multiplied by; null where only K blocks have
                          // scales
   Tensor block_scales_;  // (experts, row_blocks, k_blocks, 8) f32, of 8 rows and a K block
   Tensor input_scales_;  // (experts) f32 of NVFP4 activations
-  /// Those above, by name; some are undefined.
-  static constexpr std::array<std::pair<const char*, Tensor PackedMatrices::*>, 5> kArrays{
-      {{"blocks", &PackedMatrices::blocks_},
-       {"bias", &PackedMatrices::bias_},
-       {"scales", &PackedMatrices::scales_},
-       {"block_scales", &PackedMatrices::block_scales_},
-       {"input_scales", &PackedMatrices::input_scales_}}};
+  struct Array {
+    const char* name;
+    Tensor PackedMatrices::*tensor;
+    Shape PackedShapes::*shape;
+    DType dtype;
+  };
+  static constexpr std::array<Array, 5> kArrays{
+      {{"blocks", &PackedMatrices::blocks_, &PackedShapes::blocks, DType::kU8},
+       {"bias", &PackedMatrices::bias_, &PackedShapes::bias, DType::kF32},
+       {"scales", &PackedMatrices::scales_, &PackedShapes::scales, DType::kF32},
+       {"block_scales", &PackedMatrices::block_scales_, &PackedShapes::block_scales, DType::kF32},
+       {"input_scales", &PackedMatrices::input_scales_, &PackedShapes::input_scales, DType::kF32}}};
   bool two_scales_a_tile_ = true;               // GemmParams
   std::vector<int> exponent_shifts_;            // of experts
   std::vector<std::array<Origin, 2>> origins_;  // gate or down, up
@@ -128,7 +137,7 @@ class CudaPackedWeights final : public PackedWeights {
   ExpertWeights unpack(std::int64_t expert) const;
 
  private:
-  /// Not packed yet.
+  /// Without arrays.
   CudaPackedWeights(Info info, const FormatKernels& kernels);
   /// Waits.
   void put(std::int64_t expert, const CudaPackedWeights& from, std::int64_t from_expert);
