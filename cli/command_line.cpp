@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/format.h"
 #include "fusedmoe/error.h"
 #include "fusedmoe/version.h"
 #include "manual.h"
@@ -42,12 +43,6 @@ Check range_check() {
     return end.ec == std::errc::result_out_of_range ? "was " + text + "; must be at most " + most
                                                     : std::string();
   };
-}
-
-std::string joined(const std::vector<std::string>& words, const char* between = ", ") {
-  std::string text;
-  for (const std::string& word : words) text += (text.empty() ? "" : between) + word;
-  return text;
 }
 
 // As Error::unknown_name has it.
@@ -89,7 +84,7 @@ Option& Option::one_of(const std::vector<std::string>& values) {
   info_->choices = values;
   option_->check([=](const std::string& text) {
     if (std::find(values.begin(), values.end(), text) != values.end()) return std::string();
-    return text + kNoSuchName + joined(values) + did_you_mean(text, values);
+    return text + kNoSuchName + core::join(values, ", ") + did_you_mean(text, values);
   });
   return *this;
 }
@@ -198,7 +193,7 @@ void check_names(const ProgramInfo& program, const std::vector<std::string>& arg
     const std::vector<std::string> known = names_of(program.commands);
     const std::string near = did_you_mean(*first, known);
     throw UsageError("unknown command " + *first +
-                     (near.empty() ? "; there are: " + joined(known) : near));
+                     (near.empty() ? "; there are: " + core::join(known, ", ") : near));
   }
   for (auto argument = arguments.begin(); argument != arguments.end(); ++argument) {
     if (*argument == "--") return;
@@ -222,10 +217,10 @@ void check_groups(const CLI::App& app, const CommandInfo& command) {
       if (app.count(option) > 0) given.push_back(option);
     }
     if (given.size() < group.least) {
-      throw UsageError("one of " + joined(group.options) + " is required");
+      throw UsageError("one of " + core::join(group.options, ", ") + " is required");
     }
     if (given.size() > group.most) {
-      throw UsageError(joined(given, " and ") + " cannot be used together");
+      throw UsageError(core::join(given, " and ") + " cannot be used together");
     }
   }
 }

@@ -23,7 +23,6 @@
 
 #include "commands.h"
 #include "core/device_runtime.h"
-#include "core/exception_text.h"
 #include "core/numa.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/runtime.h"
@@ -297,21 +296,13 @@ void run_two_processes(const RankFunction& test) {
     throw Error::communication(
         fmt::format("cannot make the folder {}: {}", folder, std::strerror(errno)));
   }
-  const auto run_rank = [&](int rank) {
-    const auto communicator =
-        make_communicator(rank, 2, make_file_control_plane(folder), {kTestTimeout});
-    try {
-      test(communicator);
-      communicator->barrier();
-    } catch (...) {
-      communicator->abort(core::current_exception_text());
-      throw;
-    }
+  const auto run_process = [&](int rank) {
+    run_rank(make_communicator(rank, 2, make_file_control_plane(folder), {kTestTimeout}), test);
   };
   const pid_t child = fork();
   if (child == 0) {
     try {
-      run_rank(1);
+      run_process(1);
     } catch (...) {  // rank 0 has been told
     }
     _exit(0);
@@ -321,7 +312,7 @@ void run_two_processes(const RankFunction& test) {
     if (child < 0) {
       throw Error::communication(fmt::format("cannot fork: {}", std::strerror(errno)));
     }
-    run_rank(0);
+    run_process(0);
   } catch (...) {
     failure = std::current_exception();
   }

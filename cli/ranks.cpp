@@ -129,6 +129,16 @@ const std::optional<Launch>& launched() {
   return launch;
 }
 
+void run_rank(const std::shared_ptr<Communicator>& communicator, const RankFunction& function) {
+  try {
+    function(communicator);
+    communicator->barrier();
+  } catch (...) {
+    communicator->abort(core::current_exception_text());
+    throw;
+  }
+}
+
 void run_local_ranks(int num_ranks, const std::string& device, const RankFunction& function,
                      std::chrono::seconds timeout, std::optional<bool> peer_memory) {
   const bool nccl = device == "cuda";
@@ -157,11 +167,9 @@ void run_local_ranks(int num_ranks, const std::string& device, const RankFunctio
           communicator =
               make_communicator(rank, num_ranks, control, {timeout, own, true, peer_memory});
         }
-        function(communicator);
-        communicator->barrier();
+        run_rank(communicator, function);
       } catch (...) {
         failures[rank] = std::current_exception();
-        if (communicator) communicator->abort(core::current_exception_text());
       }
     });
   }
@@ -182,14 +190,7 @@ void run_on_ranks(int num_ranks, const std::string& device, const RankFunction& 
                                      "processes",
                                      num_ranks, launch->launcher, launch->size));
   }
-  const std::shared_ptr<Communicator> communicator = join(*launch, device, timeout, peer_memory);
-  try {
-    function(communicator);
-    communicator->barrier();
-  } catch (...) {
-    communicator->abort(core::current_exception_text());
-    throw;
-  }
+  run_rank(join(*launch, device, timeout, peer_memory), function);
 }
 
 int threads_of_rank(const Communicator& communicator) {

@@ -37,6 +37,10 @@ using RankFunction = std::function<void(std::shared_ptr<Communicator>)>;
 /// Of every wait for another rank.
 inline constexpr std::chrono::seconds kRankTimeout{60};
 
+/// Calls function with this rank's communicator and waits for the other ranks to do the same. What
+/// it throws ends the others, too.
+void run_rank(const std::shared_ptr<Communicator>& communicator, const RankFunction& function);
+
 /// Calls function with each rank's communicator, on a thread of its own. "cpu": in memory; "cuda":
 /// over NCCL, rank i on cuda:i; "cuda:i": all on one GPU, in its memory. Throws the first rank's
 /// Error when one has failed; the others then end too. `peer_memory`: see CommunicatorOptions.

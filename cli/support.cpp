@@ -5,14 +5,13 @@
 
 #include <algorithm>
 #include <array>
-#include <cctype>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <fstream>
 #include <iterator>
 #include <vector>
 
+#include "files/file.h"
 #include "files/output.h"
 #include "fusedmoe/selection.h"
 
@@ -51,10 +50,8 @@ std::string read_text(const std::string& path) {
   errno = 0;
   std::ifstream file(path, std::ios::binary);
   std::string text{std::istreambuf_iterator<char>(file), {}};
-  if (file.is_open() && !file.bad()) return text;
-  std::string reason = std::strerror(errno);
-  if (!reason.empty()) reason[0] = static_cast<char>(std::tolower(reason[0]));
-  throw Error::io(path, fmt::format("cannot open {}: {}", path, reason));
+  if (!file.is_open() || file.bad()) files::fail_system(path, "open");
+  return text;
 }
 
 void write_text(const std::string& path, const std::string& text) {

@@ -8,18 +8,10 @@
 #include "checkpoint/gguf_blocks.h"
 #include "checkpoint/linear_codec.h"
 #include "core/check.h"
+#include "quant/weight_layout.h"
 
 namespace fusedmoe::checkpoint {
 namespace {
-
-std::string names(std::span<const DType> dtypes) {
-  std::string result;
-  for (const DType dtype : dtypes) {
-    if (!result.empty()) result += dtype == dtypes.back() ? " or " : ", ";
-    result += name(dtype);
-  }
-  return result;
-}
 
 /// With its last two dimensions exchanged.
 Shape across(const Shape& shape) {
@@ -121,7 +113,7 @@ std::string TensorChecks::dtype_problem(const TensorSpec& spec, DType dtype) {
   if (spec.role == TensorRole::kQuantized) {
     const std::span<const DType> accepted = spec.stored->dtypes;
     return unless(std::find(accepted.begin(), accepted.end(), dtype) != accepted.end(),
-                  names(accepted));
+                  core::names(accepted));
   }
   if (!is_float(dtype)) return unless(false, "f32, bf16 or f16");
   const bool expert = spec.role == TensorRole::kExpertWeight;

@@ -81,53 +81,50 @@ Support supports_exchange(const MoeConfig& config) {
   return Support::no(Reason::kParallelConfig, "every rank has all tokens: nothing to send");
 }
 
-class All2All final : public PrepareFinalizeDescriptor {
- public:
-  std::string_view name() const override { return "all2all"; }
-  ActivationFormat activation_format() const override { return ActivationFormat::kStandard; }
-  bool accepts(WeightAndReduce kind) const override { return kind == WeightAndReduce::kNoOp; }
-  Support supports(const MoeConfig& config) const override {
-    if (Support support = supports_exchange(config); !support) return support;
-    if (config.monolithic) {
-      return Support::no(Reason::kRoutingMethod,
-                         "monolithic: ids decide where rows go before the experts; "
-                         "allgather_reducescatter serves them");
-    }
-    if (config.parallel.ep_size > 1) return Support::yes();
-    return Support::no(Reason::kParallelConfig,
-                       "ep_size 1: every rank holds slices of all experts, so all need all rows");
+Support supports_all2all(const MoeConfig& config) {
+  if (config.monolithic) {
+    return Support::no(Reason::kRoutingMethod,
+                       "monolithic: ids decide where rows go before the experts; "
+                       "allgather_reducescatter serves them");
   }
-  std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
-                                                   const Context& context) const override {
-    check_rank_options(*this, config, context);
-    return std::make_shared<RankExchange>(*this, config, context, false);
-  }
-};
+  if (config.parallel.ep_size > 1) return Support::yes();
+  return Support::no(Reason::kParallelConfig,
+                     "ep_size 1: every rank holds slices of all experts, so all need all rows");
+}
 
-class AllGather final : public PrepareFinalizeDescriptor {
+Support supports_allgather(const MoeConfig& config) {
+  if (config.combine != CombineMode::kPerSlot) return Support::yes();
+  if (config.monolithic) {
+    return Support::no(Reason::kRoutingMethod,
+                       "monolithic: per_slot needs a row for each slot before the experts");
+  }
+  const ParallelConfig& parallel = config.parallel;
+  const bool whole = static_cast<int>(parallel.gather_group().size()) == parallel.num_ranks();
+  if (parallel.ep_size > 1 && whole) return Support::yes();
+  return Support::no(Reason::kParallelConfig,
+                     "per_slot: the slots of a token are computed on ranks that do not see it");
+}
+
+class AcrossRanks final : public PrepareFinalizeDescriptor {
  public:
-  std::string_view name() const override { return "allgather_reducescatter"; }
+  explicit AcrossRanks(bool allgather) : allgather_(allgather) {}
+  std::string_view name() const override {
+    return allgather_ ? "allgather_reducescatter" : "all2all";
+  }
   ActivationFormat activation_format() const override { return ActivationFormat::kStandard; }
   bool accepts(WeightAndReduce kind) const override { return kind == WeightAndReduce::kNoOp; }
   Support supports(const MoeConfig& config) const override {
     if (Support support = supports_exchange(config); !support) return support;
-    if (config.monolithic && config.combine == CombineMode::kPerSlot) {
-      return Support::no(Reason::kRoutingMethod,
-                         "monolithic: per_slot needs a row for each slot before the experts");
-    }
-    const ParallelConfig& parallel = config.parallel;
-    const bool whole = static_cast<int>(parallel.gather_group().size()) == parallel.num_ranks();
-    if (config.combine == CombineMode::kPerSlot && (parallel.ep_size == 1 || !whole)) {
-      return Support::no(Reason::kParallelConfig,
-                         "per_slot: the slots of a token are computed on ranks that do not see it");
-    }
-    return Support::yes();
+    return allgather_ ? supports_allgather(config) : supports_all2all(config);
   }
   std::shared_ptr<const PrepareAndFinalize> create(const MoeConfig& config,
                                                    const Context& context) const override {
     check_rank_options(*this, config, context);
-    return std::make_shared<RankExchange>(*this, config, context, true);
+    return std::make_shared<RankExchange>(*this, config, context, allgather_);
   }
+
+ private:
+  const bool allgather_;
 };
 
 void check_communicator(const Communicator& communicator, const MoeConfig& config) {
@@ -171,12 +168,12 @@ void check_rank_options(const PrepareFinalizeDescriptor& transport, const MoeCon
 }  // namespace layer
 
 const PrepareFinalizeDescriptor& all2all() {
-  static const layer::All2All descriptor;
+  static const layer::AcrossRanks descriptor(false);
   return descriptor;
 }
 
 const PrepareFinalizeDescriptor& allgather_reducescatter() {
-  static const layer::AllGather descriptor;
+  static const layer::AcrossRanks descriptor(true);
   return descriptor;
 }
 

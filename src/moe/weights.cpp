@@ -19,19 +19,6 @@ using core::GlobalScale;
 using core::num_blocks;
 using core::WeightLayout;
 
-bool is_bias_dtype(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
-}
-
-std::string names(std::span<const DType> dtypes) {
-  std::string text;
-  for (std::size_t i = 0; i < dtypes.size(); ++i) {
-    if (i > 0) text += i + 1 < dtypes.size() ? ", " : " or ";
-    text += name(dtypes[i]);
-  }
-  return text;
-}
-
 void check_shape(const TensorView& view, const std::string& argument, const Shape& shape) {
   FUSEDMOE_CHECK_FAULT(view.defined(), kNull, argument, "undefined",
                        "given, of shape " + to_string(shape));
@@ -42,7 +29,7 @@ void check_shape(const TensorView& view, const std::string& argument, const Shap
 void check_dtype(const TensorView& view, const std::string& argument,
                  std::span<const DType> dtypes) {
   FUSEDMOE_CHECK_FAULT(std::find(dtypes.begin(), dtypes.end(), view.dtype()) != dtypes.end(),
-                       kDType, argument, core::describe(view), names(dtypes));
+                       kDType, argument, core::describe(view), core::names(dtypes));
 }
 
 void check_undefined(const TensorView& view, const std::string& argument, const QuantKey& key) {
@@ -137,7 +124,7 @@ class MatrixChecker {
     if (!matrix.bias.defined()) return;
     const std::string bias = argument + ".bias";
     check_shape(matrix.bias, bias, {out});
-    FUSEDMOE_CHECK_FAULT(is_bias_dtype(matrix.bias.dtype()), kDType, bias,
+    FUSEDMOE_CHECK_FAULT(core::is_activation_dtype(matrix.bias.dtype()), kDType, bias,
                          core::describe(matrix.bias), "f32, bf16 or f16");
     check_memory(matrix.bias, bias);
   }

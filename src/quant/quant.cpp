@@ -156,8 +156,8 @@ bool batch_dependent(const QuantScheme& scheme) {
 namespace schemes {
 
 QuantScheme unquantized(DType weights) {
-  FUSEDMOE_CHECK(weights == DType::kF32 || weights == DType::kF16 || weights == DType::kBF16,
-                 "weights", std::string(name(weights)), "f32, f16 or bf16");
+  FUSEDMOE_CHECK(core::is_activation_dtype(weights), "weights", std::string(name(weights)),
+                 "f32, f16 or bf16");
   QuantScheme scheme;
   scheme.weights.value = weights;
   return scheme;

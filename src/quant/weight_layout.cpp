@@ -115,6 +115,15 @@ WeightLayout completed(WeightLayout layout, GlobalScale global_scale, const Quan
 
 }  // namespace
 
+std::string names(std::span<const DType> dtypes) {
+  std::string text;
+  for (std::size_t i = 0; i < dtypes.size(); ++i) {
+    if (i > 0) text += i + 1 < dtypes.size() ? ", " : " or ";
+    text += name(dtypes[i]);
+  }
+  return text;
+}
+
 std::optional<WeightLayout> find_weight_layout(const QuantKey& key) {
   if (find_block_format(key)) {
     const std::int64_t packing = key.value == DType::kU8 ? 4 : 8;

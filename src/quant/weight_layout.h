@@ -45,6 +45,9 @@ struct WeightLayout {
   }
 };
 
+/// "f32, bf16 or f16"
+std::string names(std::span<const DType> dtypes);
+
 /// None for a key that no weights have.
 std::optional<WeightLayout> find_weight_layout(const QuantKey& key);
 /// The same; throws Error(argument) for such a key.

@@ -110,7 +110,8 @@ class E4m3ToBf16 {
   explicit E4m3ToBf16(const TileFormat&) {
     alignas(64) std::uint8_t low[128], high[128];
     for (std::uint8_t code = 0; code < 128; ++code) {
-      const auto half = static_cast<std::uint16_t>(bits_of_float(core::e4m3_value(code)) >> 16);
+      const auto half =
+          static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(core::e4m3_value(code)) >> 16);
       low[code] = static_cast<std::uint8_t>(half);
       high[code] = static_cast<std::uint8_t>(half >> 8);
     }

@@ -3,6 +3,7 @@
 // fp32 dot products and exact. Included by isa_*.cpp only.
 #pragma once
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -125,7 +126,7 @@ struct ArithmeticE4m3 {
 // ---- Codecs by look-up of 16-bit words: bf16 values, or integers --------------------------------
 
 inline std::uint16_t bf16_word(float value) {
-  return static_cast<std::uint16_t>(bits_of_float(value) >> 16);
+  return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
 }
 
 /// By byte shuffle: two look-ups give the low and the high byte of each word.
@@ -279,7 +280,7 @@ class E4m3Pairs {
           const std::uint32_t magnitude = i % 8;
           const std::uint32_t shifted = (magnitude << 20) + (120u << 23);
           const float value = core::e4m3_value(static_cast<std::uint8_t>(magnitude));
-          return static_cast<std::uint16_t>((bits_of_float(value) ^ shifted) >> 16);
+          return static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(value) ^ shifted) >> 16);
         })),
         high_(S::table({0x3C, 0x3D, 0x3E, 0x3F, 0x40, 0x41, 0x42, 0x43,  //
                         0xBC, 0xBD, 0xBE, 0xBF, 0xC0, 0xC1, 0xC2, 0xC3})) {}

@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
 #include "cpu/kernels.h"
 #include "quant/quantize_elements.h"
@@ -13,12 +12,6 @@ namespace fusedmoe::cpu {
 namespace {
 
 // ---- Single values, for tables ------------------------------------------------------------------
-
-inline std::uint32_t bits_of_float(float value) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  return bits;
-}
 
 /// The value of a 4-bit code: E2M1, IQ4, or an integer minus `zero`.
 template <Codes kCodes>
