@@ -66,8 +66,7 @@ RankRules::RankRules(const MoeConfig& config, const Context& context, bool allga
     no_peer_memory = map_peers(config, context.ranks);
     if (no_peer_memory.empty()) way = RowWay::kPeerMemory;
   }
-  if (way == RowWay::kPeerMemory) return;
-  if (way == RowWay::kInPlace) return;
+  if (way == RowWay::kPeerMemory || way == RowWay::kInPlace) return;
   const Shape shape{size, record_bytes(size)};
   const auto memory =
       core::runtime_of(device).allocate_pinned(static_cast<std::size_t>(shape.numel()), device);

@@ -1,4 +1,4 @@
-// The router in double: the oracle for src/moe/route.cpp. A token at a time, sorting everything.
+// The router in double: the oracle for src/moe/router.cpp. A token at a time, sorting everything.
 #pragma once
 
 #include <cstdint>

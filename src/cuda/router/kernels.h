@@ -40,9 +40,9 @@ struct RouteParams {
 struct RouteLaunch {
   std::int64_t blocks, warps, shared_bytes;
 };
-RouteLaunch plan_route(const RouteParams& params, Device device);
+RouteLaunch route_launch_of(const RouteParams& params, Device device);
 
-void launch_route(const RouteParams& params, const RouteLaunch& plan, Stream stream);
+void launch_route(const RouteParams& params, const RouteLaunch& shape, Stream stream);
 /// Behind launch_route: the weights of kSparsemixer.
 void launch_near_weights(const RouteParams& params, Stream stream);
 

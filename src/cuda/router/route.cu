@@ -44,11 +44,11 @@ __global__ void __launch_bounds__(1024) route_kernel(const RouteParams p) {
 
 }  // namespace
 
-void launch_route(const RouteParams& params, const RouteLaunch& plan, Stream stream) {
+void launch_route(const RouteParams& params, const RouteLaunch& shape, Stream stream) {
   dispatch_storage(params.logits.dtype, [&](auto logit) {
-    launch(route_kernel<decltype(logit)>, dim3(static_cast<unsigned>(plan.blocks)),
-           dim3(static_cast<unsigned>(plan.warps * kWarpSize)),
-           static_cast<std::size_t>(plan.shared_bytes), stream, false, params);
+    launch(route_kernel<decltype(logit)>, dim3(static_cast<unsigned>(shape.blocks)),
+           dim3(static_cast<unsigned>(shape.warps * kWarpSize)),
+           static_cast<std::size_t>(shape.shared_bytes), stream, false, params);
   });
 }
 

@@ -1,5 +1,5 @@
 // The router's second half for one token: a row of logits -> top-k ids and weights. Semantics:
-// fusedmoe/router.h; the same steps as src/moe/route.cpp.
+// fusedmoe/router.h; the same steps as src/moe/router.cpp.
 //
 // One warp per token. Its choice scores are ordered 32-bit keys in shared memory, number i in the
 // care of lane i % 32, and choosing is k times the largest of the lanes' best: two warp reductions,

@@ -91,7 +91,7 @@ RouteParams check_route(const RouterConfig& config, const TensorView& logits,
 
 // A few tokens go to one block, which needs no cleared histogram. More tokens spread over the
 // multiprocessors first, then over the warps of a block.
-RouteLaunch plan_route(const RouteParams& params, Device device) {
+RouteLaunch route_launch_of(const RouteParams& params, Device device) {
   constexpr std::int64_t kSharedBytes = 48 * 1024;
   constexpr std::int64_t kSingleBlockTokens = 32, kMaxWarps = 8, kBlocksOfMultiprocessor = 8;
   const std::int64_t multiprocessors = multiprocessor_count(device);
@@ -114,7 +114,7 @@ void route(const RouterConfig& config, const TensorView& logits, const TensorVie
            const Routing& out, const TensorView& expert_load, Stream stream) {
   const RouteParams params = check_route(config, logits, correction_bias, out, expert_load, stream);
   if (params.num_tokens == 0) return;
-  launch_route(params, plan_route(params, stream.device), stream);
+  launch_route(params, route_launch_of(params, stream.device), stream);
   if (params.scoring == ScoringFunc::kSparsemixer) launch_near_weights(params, stream);
 }
 
