@@ -251,18 +251,16 @@ __device__ __forceinline__ void sync_staged(const WarpgroupCoords<K>& coords) {
 
 template <typename K>
 inline constexpr bool kHasFp8Rows = K::Operands::kFormat.fp8_rows;
-template <typename K>
-inline constexpr bool kStoresCodes = K::Operands::kFormat.stores_codes();
 /// Bytes of an element that the GEMM stores, unless they are in fp32.
 template <typename K>
 __device__ __forceinline__ int out_bytes(const GemmParams& gemm) {
-  return kStoresCodes<K> && gemm.out_e4m3 ? 1 : int{sizeof(typename K::Output::Element)};
+  return K::kStoresCodes && gemm.out_e4m3 ? 1 : int{sizeof(typename K::Output::Element)};
 }
 
 /// Writes a staged unit of 8 features: as it is, or as codes.
 template <typename K>
 __device__ __forceinline__ void write_staged(const GemmParams& gemm, const uint4& unit, char* out) {
-  if constexpr (kStoresCodes<K>) {
+  if constexpr (K::kStoresCodes) {
     if (gemm.out_e4m3) {
       UnitValues values;
       read_values(K::Operands::kRowDType == DType::kF16, unit, values);

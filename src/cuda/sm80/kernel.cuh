@@ -42,6 +42,7 @@ struct Kernel {
   static constexpr bool kHasKScales = Operands::kHasKScales;
   static constexpr bool kHasRowPass = false;
   static constexpr bool kStoresGroups = false;
+  static constexpr bool kStoresCodes = false;
   static constexpr int kAllAccumulators = kRowBlocks * kAccumulators;
   static constexpr int kBlocks = most_blocks(kTile, Operands::kFormat);
 

@@ -133,6 +133,8 @@ struct Kernel {
   // tokens of a chunk a thread does so.
   static constexpr bool kStoresGroups =
       kPromotes && Operands::kHasKScales && kTile.has_whole_groups();
+  // Whether it can store E4M3 codes whose scale is known.
+  static constexpr bool kStoresCodes = Operands::kFormat.stores_codes();
   static constexpr int kStoredRowBlocks = kHasEpilogueWarpgroup ? kRowGroups : kRowBlocks;
   static constexpr int kGroupTokens = kChunkTokens * kStoredRowBlocks / 32;
   // Elements of a staged row on its way out; eight rows lie on different banks.

@@ -339,7 +339,7 @@ __device__ __forceinline__ void store_activated(SharedMemory<K>& shared, const F
                                                 typename K::Accumulators& accumulators) {
   const GemmParams& gemm = p.gemms[tile.gemm];
   activate_accumulators<K>(p, tile, accumulators);
-  if constexpr (K::kStoresGroups || kStoresCodes<K>) {
+  if constexpr (K::kStoresGroups || K::kStoresCodes) {
     if (K::kStoresGroups ? gemm.out_scales != nullptr : gemm.out_e4m3) {
       const ActivatedUnits<K> rows(accumulators);
       if constexpr (K::kStoresGroups) {
