@@ -1,31 +1,33 @@
 # Writes the source files that instantiate kernels for the policies of operands, src/cuda/formats/, and
 # a table for each folder of kernels; sets FUSEDMOE_KERNELS_<folder> to them. Most of the time that a
 # file takes are its headers: those of few kernels share a file with all policies of a header, sm90 has
-# one for each policy. A line below is a policy: its header, its type, and how many tile shapes it has
-# of sm90 and of sm80.
+# one for each policy. A line below is a policy: its header, its type, how many tile shapes it has of
+# sm90 and of sm80, and how many kernels of one token.
 set(operands
-  as_is.cuh       Bf16Operands             7 5
-  as_is.cuh       F16Operands              7 5
-  as_is.cuh       Fp8Operands              5 4
-  as_is.cuh       Fp8RowOperands           6 4
-  fp8_f16.cuh     Fp8F16Operands           4 4
-  w4a8.cuh        W4a8Operands             5 4
-  mxfp4_fp8.cuh   Mxfp4Fp8Operands         5 4
-  fp4.cuh         Mxfp4Bf16Operands        7 4
-  fp4.cuh         Mxfp4QuantizedOperands   5 4
-  fp4.cuh         Mxfp4F16Operands         5 4
-  fp4.cuh         Nvfp4Bf16Operands        5 4
-  fp4.cuh         Nvfp4F16Operands         5 4
-  integer.cuh     Int4SymmetricOperands    5 4
-  integer.cuh     Int4G32SymmetricOperands 5 4
-  integer.cuh     Int4Bf16Operands         5 4
-  integer.cuh     Int4F16Operands          5 4
-  integer.cuh     Int4G32Bf16Operands      5 4
-  integer.cuh     Int4G32F16Operands       5 4
-  integer.cuh     Int8Bf16Operands         5 4
-  integer.cuh     Int8F16Operands          5 4
-  fp8_decoded.cuh DecodedE4m3Operands      5 4
-  fp8_decoded.cuh ScaledE4m3Operands       5 4)
+  as_is.cuh       Bf16Operands             7 5 1
+  as_is.cuh       F16Operands              7 5 1
+  as_is.cuh       Fp8Operands              5 4 1
+  as_is.cuh       Fp8RowOperands           6 4 1
+  fp8_f16.cuh     Fp8F16Operands           4 4 1
+  int8_rows.cuh   Int8RowOperands          0 5 0
+  int8_rows.cuh   Int8RowF16Operands       0 5 0
+  w4a8.cuh        W4a8Operands             5 4 1
+  mxfp4_fp8.cuh   Mxfp4Fp8Operands         5 4 1
+  fp4.cuh         Mxfp4Bf16Operands        7 4 1
+  fp4.cuh         Mxfp4QuantizedOperands   5 4 1
+  fp4.cuh         Mxfp4F16Operands         5 4 1
+  fp4.cuh         Nvfp4Bf16Operands        5 4 1
+  fp4.cuh         Nvfp4F16Operands         5 4 1
+  integer.cuh     Int4SymmetricOperands    5 4 1
+  integer.cuh     Int4G32SymmetricOperands 5 4 1
+  integer.cuh     Int4Bf16Operands         5 4 1
+  integer.cuh     Int4F16Operands          5 4 1
+  integer.cuh     Int4G32Bf16Operands      5 4 1
+  integer.cuh     Int4G32F16Operands       5 4 1
+  integer.cuh     Int8Bf16Operands         5 4 1
+  integer.cuh     Int8F16Operands          5 4 1
+  fp8_decoded.cuh DecodedE4m3Operands      5 4 1
+  fp8_decoded.cuh ScaledE4m3Operands       5 4 1)
 
 set(kernels ${CMAKE_CURRENT_BINARY_DIR}/kernels)
 
@@ -70,15 +72,17 @@ FormatLaunches @folder@_@policy@() {
 endmacro()
 
 while(operands)
-  list(POP_FRONT operands header policy sm90_tiles sm80_tiles)
+  list(POP_FRONT operands header policy sm90_tiles sm80_tiles one_token)
   get_filename_component(stem ${header} NAME_WE)
   fusedmoe_add_tiles(sm90 ${sm90_tiles} ${policy})
   fusedmoe_add_tiles(sm80 ${sm80_tiles} ${stem})
-  fusedmoe_add_kernels(one_token ${stem} ${header} launch_one_token.cuh ${policy} [[
+  if(one_token)
+    fusedmoe_add_kernels(one_token ${stem} ${header} launch_one_token.cuh ${policy} [[
 OneTokenKernel one_token_@policy@() {
   return {@policy@::kFormat.name, &launch_one_token<@policy@>};
 }
 ]])
+  endif()
 endwhile()
 foreach(folder sm90 sm80 one_token)
   foreach(path IN LISTS FUSEDMOE_KERNELS_${folder})
@@ -117,7 +121,6 @@ std::span<const FormatLaunches> @folder@_launches() {
 ]])
 endforeach()
 fusedmoe_write_table(one_token OneTokenKernel [[
-#include "core/check.h"
 #include "cuda/one_token/one_token.h"
 
 namespace fusedmoe::cuda {
@@ -129,7 +132,7 @@ OneTokenLaunch one_token_launch(const WeightFormat& format) {
   for (const OneTokenKernel& kernel : all) {
     if (kernel.format == format.name) return kernel.launch;
   }
-  throw Error::internal(core::format("no kernel of one token of {}", format.name));
+  return nullptr;
 }
 
 }  // namespace fusedmoe::cuda

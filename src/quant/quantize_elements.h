@@ -92,13 +92,13 @@ FUSEDMOE_HD static inline std::int8_t int8_code(float value) {
 }
 
 /// Nearest integer, ties to even, from `least` to `most`; NaN: 0.
-static inline float nearest_even(float value, float least, float most) {
+FUSEDMOE_HD static inline float nearest_even(float value, float least, float most) {
   const float limited = value > most ? most : value > least ? value : least;
   const float magic = 12582912.0F;  // 1.5 * 2^23: the sum has no fraction
   return value == value ? (limited + magic) - magic : 0.0F;
 }
 
-static inline std::int8_t full_int8_code(float value) {
+FUSEDMOE_HD static inline std::int8_t full_int8_code(float value) {
   return static_cast<std::int8_t>(nearest_even(value, -128, 127));
 }
 

@@ -72,14 +72,9 @@ inline void largest_magnitudes(const float* x, std::int64_t count, std::int64_t 
   if (whole < count) amax[count / group] = largest_magnitude(x + whole, count - whole);
 }
 
-inline constexpr float kInt8Max = 127.0F;
-
 /// Scale of a row, or of a group of one, with f32 scales or power-of-two ones of e4m3 groups.
 inline float block_scale(float amax, const QuantKey& key) {
-  constexpr float kFullInt8Max = 127.5F;
-  constexpr float kFullInt8Zero = 0x1p-23F;  // torch's epsilon for all zeros
-  if (key.full_range) return amax > 0 ? amax / kFullInt8Max : kFullInt8Zero;
-  if (key.value == DType::kI8) return (amax > kMinAmax ? amax : kMinAmax) / kInt8Max;
+  if (key.value == DType::kI8) return int8_scale(amax, key.full_range);
   if (key.value == DType::kI16) return int16_scale(amax);
   if (key.group.cols < 0) return e4m3_row_scale(amax);
   return e4m3_group_scale(amax, key.scale == DType::kE8M0);
@@ -93,7 +88,7 @@ inline bool divides(const QuantKey& key) {
 /// What the elements of that block are multiplied or divided by.
 inline float block_factor(float amax, const QuantKey& key) {
   if (divides(key)) return block_scale(amax, key);
-  if (key.value == DType::kI8) return kInt8Max / (amax > kMinAmax ? amax : kMinAmax);
+  if (key.value == DType::kI8) return int8_factor(amax);
   return 1.0F / int16_scale(amax);
 }
 

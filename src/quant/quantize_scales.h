@@ -13,7 +13,7 @@
 
 namespace fusedmoe::core {
 
-inline constexpr float kE4M3Max = 448.0F, kE2M1Max = 6.0F;
+inline constexpr float kE4M3Max = 448.0F, kE2M1Max = 6.0F, kInt8Max = 127.0F;
 
 /// As fusedmoe::f32_to_e8m0(): rounds up to a power of two.
 FUSEDMOE_HD static inline int e8m0_code(float value) {
@@ -69,6 +69,18 @@ FUSEDMOE_HD static inline float quotient(float value, float scale, float inverse
 
 /// Smallest amax of groups and of int8 rows.
 inline constexpr float kMinAmax = 1e-10F;
+
+/// Scale of a row or group of int8 elements. `full_range`: QuantKey::full_range.
+FUSEDMOE_HD static inline float int8_scale(float amax, bool full_range) {
+  constexpr float kFullInt8Max = 127.5F;
+  constexpr float kFullInt8Zero = 0x1p-23F;  // torch's epsilon for all zeros
+  if (full_range) return amax > 0 ? amax / kFullInt8Max : kFullInt8Zero;
+  return (amax > kMinAmax ? amax : kMinAmax) / kInt8Max;
+}
+/// What its elements are multiplied by; with the full range they are divided by the scale.
+FUSEDMOE_HD static inline float int8_factor(float amax) {
+  return kInt8Max / (amax > kMinAmax ? amax : kMinAmax);
+}
 
 /// Scale of a group of int16 elements: the power of two that brings amax to 2^14 or above.
 static inline float int16_scale(float amax) {

@@ -39,7 +39,7 @@ Beyond the scheme, an implementation may refuse a layer for its sizes (`shape`),
 | `reference` | chosen only when asked for by name |
 | `cpu` | `int8_w8a8`: sizes whose int32 accumulators cannot overflow |
 | `sm90` | compute capability 9.0; hidden states f16 for f16 weights, f16 or bf16 for integer and FP4 weights alone and for FP8 weights with FP8 activations, else bf16; hidden size a multiple of 8, the intermediate size too with hooks or FP8 activations and scales per 128 x 128; FP4: even intermediate size; at most 2048 local experts; top-k at most 64; `hidden_states` and `output` start at 16 bytes |
-| `sm80` | compute capability 8.0 or later; else as `sm90` |
+| `sm80` | compute capability 8.0 or later; `int8_w8a8`: sizes whose int32 sums cannot overflow; else as `sm90` |
 
 `-`: not quantized; activations stay as the hidden states are. "dynamic": the scale is computed from the data.
 )";

@@ -191,7 +191,8 @@ class CudaExpertsInvarianceTest : public testing::CudaTest {};
 
 TEST_F(CudaExpertsInvarianceTest, RowDoesNotDependOnItsBatch) {
   std::vector<QuantScheme> all_schemes = gpu_schemes();
-  for (const char* quantized : {"fp8_block", "fp8_channel_token", "w4a8", "mxfp4_fp8"}) {
+  for (const char* quantized :
+       {"fp8_block", "fp8_channel_token", "w4a8", "mxfp4_fp8", "int8_w8a8"}) {
     all_schemes.push_back(parse_scheme(quantized));
   }
   for (const QuantScheme& scheme : all_schemes) {

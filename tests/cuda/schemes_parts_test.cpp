@@ -258,7 +258,7 @@ TEST_F(CudaFp8F16, AnExpertsOutputMayBeLargerThanF16) {
   }
 }
 
-/// What GEMM 1 of FP8 rows stores in each of its tiles; swigluoai is in
+/// What GEMM 1 of coded rows stores in each of its tiles; swigluoai is in
 /// CudaSchemes.EveryConfiguration.
 struct StoredRows {
   const char* scheme;
@@ -274,7 +274,7 @@ void PrintTo(const StoredRows& rows, std::ostream* stream) {
 
 std::vector<StoredRows> stored_rows() {
   std::vector<StoredRows> result;
-  for (const char* scheme : {"fp8_block", "fp8_channel_token"}) {
+  for (const char* scheme : {"fp8_block", "fp8_channel_token", "int8_w8a8"}) {
     result.push_back({scheme, Activation::kSilu});
     result.push_back({scheme, Activation::kRelu2NoMul});
     result.push_back({scheme, Activation::kSilu, "_unfused"});
@@ -287,11 +287,11 @@ std::vector<StoredRows> stored_rows() {
   return result;
 }
 
-class CudaFp8Tiles : public testing::CudaTestWith<StoredRows> {};
-INSTANTIATE_TEST_SUITE_P(All, CudaFp8Tiles, ::testing::ValuesIn(stored_rows()),
+class CudaCodedTiles : public testing::CudaTestWith<StoredRows> {};
+INSTANTIATE_TEST_SUITE_P(All, CudaCodedTiles, ::testing::ValuesIn(stored_rows()),
                          [](const auto& info) { return info.param.name(); });
 
-TEST_P(CudaFp8Tiles, MatchReference) {
+TEST_P(CudaCodedTiles, MatchReference) {
   const auto& [scheme, activation, suffix] = GetParam();
   const Variant variant = testing::gpu_variant(suffix);
   for (const std::int64_t tokens : {1, 12, 65, 129, 200}) {

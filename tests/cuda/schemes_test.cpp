@@ -86,7 +86,8 @@ TEST_P(CudaSchemes, EveryConfiguration) {
     shape.num_local_experts = spec.num_experts;
     shape.hidden = spec.hidden;
     shape.intermediate = spec.intermediate;
-    shape.has_one_token = tokens == 1 && !testing::has_tensor_scale(scheme.scheme);
+    shape.has_one_token =
+        tokens == 1 && !testing::has_tensor_scale(scheme.scheme) && !shape.format->int8_rows;
     for (const cuda::KernelConfig& config : cuda::valid_configs(shape)) {
       SCOPED_TRACE(to_string(config));
       testing::RunOptions options;
@@ -238,11 +239,14 @@ TEST_F(CudaQuantizers, DecodedRowsAreThoseOfTheCpu) {
   }
 }
 
-void expect_fp8_of_the_cpu(DType dtype, const RowsShape& shape) {
+void expect_codes_of_the_cpu(DType dtype, const RowsShape& shape) {
   SCOPED_TRACE(std::to_string(shape.rows) + " x " + std::to_string(shape.columns));
-  for (const QuantKey& key : {keys::e4m3_tensor(), keys::e4m3_tensor(true), keys::e4m3_row(true),
-                              keys::e4m3_group(), keys::e4m3_group(true)}) {
-    SCOPED_TRACE(fusedmoe::name(QuantScheme{keys::e4m3_tensor(), key}));
+  const QuantKey full = *parse_scheme("int8_w8a8:full").activations;
+  for (const QuantKey& key :
+       {keys::e4m3_tensor(), keys::e4m3_tensor(true), keys::e4m3_row(true), keys::e4m3_group(),
+        keys::e4m3_group(true), keys::int8_row(true), full}) {
+    const bool int8 = key.value == DType::kI8;
+    SCOPED_TRACE(fusedmoe::name(QuantScheme{int8 ? keys::int8_row() : keys::e4m3_tensor(), key}));
     const OneExpert one(dtype, shape);
     const std::int64_t pitch = shape.columns + 8;
     const std::int64_t groups = key.group.cols > 0 ? (shape.columns + 127) / 128 : 1;
@@ -250,7 +254,8 @@ void expect_fp8_of_the_cpu(DType dtype, const RowsShape& shape) {
     const Tensor scales = Tensor::zeros({groups, shape.rows}, DType::kF32, kGpu);
     const Tensor amax = Tensor::zeros({1}, DType::kI32, kGpu);
     cuda::TransformRows args = one.args();
-    args.rows.kind = cuda::RowTransform::Kind::kFp8;
+    args.rows.kind = int8 ? cuda::RowTransform::Kind::kInt8 : cuda::RowTransform::Kind::kFp8;
+    args.rows.full_range = key.full_range;
     args.rows.from_f16 = dtype == DType::kF16;
     args.rows.to = codes.data();
     args.rows.to_pitch = pitch;
@@ -258,7 +263,7 @@ void expect_fp8_of_the_cpu(DType dtype, const RowsShape& shape) {
     args.rows.scale_pitch = groups > 1 ? shape.rows : 0;
     const std::optional<float> static_scale =
         key.dynamic ? std::nullopt : std::optional<float>(0.021F);
-    args.rows.fp8 = cuda::fp8_quantizer(key, static_scale, amax.as<std::uint32_t>());
+    if (!int8) args.rows.fp8 = cuda::fp8_quantizer(key, static_scale, amax.as<std::uint32_t>());
     cuda::transform_rows(args, false, Stream{kGpu});
     const Tensor actual = to_host(codes), actual_scales = to_host(scales);
     const Quantized expected = quantized_on_cpu(key, static_scale, shape, dtype);
@@ -276,14 +281,74 @@ void expect_fp8_of_the_cpu(DType dtype, const RowsShape& shape) {
   }
 }
 
-TEST_F(CudaQuantizers, Fp8CodesAndScalesAreThoseOfTheCpu) {
+TEST_F(CudaQuantizers, CodesAndScalesAreThoseOfTheCpu) {
   // Few rows, and many that a warp keeps in registers, in two sizes.
   for (const RowsShape& shape : {RowsShape{}, RowsShape{600, 360}, RowsShape{600, 1800}}) {
-    expect_fp8_of_the_cpu(DType::kBF16, shape);
+    expect_codes_of_the_cpu(DType::kBF16, shape);
   }
 }
-TEST_F(CudaQuantizers, Fp8OfF16RowsIsThatOfTheCpu) {
-  expect_fp8_of_the_cpu(DType::kF16, {});
+TEST_F(CudaQuantizers, CodesOfF16RowsAreThoseOfTheCpu) {
+  expect_codes_of_the_cpu(DType::kF16, {});
+}
+
+// ------------------------------------------------------------------------------------------------
+// Sums of INT8
+
+/// Codes from 64 to 127, which make sums of some 2^25, and scales that round nothing.
+void fill(const WeightMatrix& matrix, float scale) {
+  for (std::int64_t r = 0; r < matrix.values.size(0); ++r) {
+    for (std::int64_t c = 0; c < matrix.values.size(1); ++c) {
+      const std::int64_t at = r * matrix.values.stride(0) + c * matrix.values.stride(1);
+      matrix.values.as<std::int8_t>()[at] =
+          static_cast<std::int8_t>(64 + (r * 37 + c * (11 + r)) % 64);
+    }
+    matrix.scales.as<float>()[r * matrix.scales.stride(0)] = scale;
+  }
+}
+
+class CudaInt8 : public testing::CudaTest {};
+
+/// fp32 does not hold the sums: they are rounded once, as on the CPU.
+TEST_F(CudaInt8, SumsAreExact) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const char* scheme : {"int8_w8a8", "int8_w8a8:full"}) {
+      SCOPED_TRACE(std::string(scheme) + " " + std::string(name(dtype)));
+      Case spec;
+      spec.num_tokens = 150;
+      spec.num_experts = 3;
+      spec.topk = 1;
+      spec.hidden = spec.intermediate = 4104;
+      spec.scheme = parse_scheme(scheme);
+      spec.activation = Activation::kRelu2NoMul;
+      spec.skew = testing::RoutingSkew::kOneExpert;
+      if (!testing::has_kernels(spec.scheme, dtype)) GTEST_SKIP() << "no kernels of INT8";
+      const Problem problem = testing::make_problem(spec);
+      for (const ExpertMatrices& expert : problem.weights.experts) {
+        fill(expert.gate, 0x1p-24F);
+        fill(expert.down, 0x1p-20F);
+      }
+      for (std::int64_t i = 0; i < problem.hidden_states.numel(); ++i) {
+        const std::int64_t column = i % spec.hidden;
+        const std::int64_t value =
+            column == 0 ? 127 : 64 + (i / spec.hidden * 5 + column * 29) % 64;
+        problem.hidden_states.as<float>()[i] = static_cast<float>(value);
+      }
+      for (std::int64_t i = 0; i < spec.num_tokens; ++i) problem.topk_weights.as<float>()[i] = 1;
+      const Tensor expected =
+          testing::run_variant(problem, testing::find_variant("cpu"), dtype, kHost);
+      const cuda::WeightFormat& format = testing::format_of(spec.scheme, dtype);
+      for (const cuda::TileShape& tile : testing::gpu_family().tiles(format)) {
+        SCOPED_TRACE(to_string(tile));
+        testing::RunOptions options;
+        options.kernel_config =
+            cuda::find_config(testing::gpu_family(), to_string(cuda::KernelConfig{tile, 1, false}));
+        const Tensor actual =
+            testing::run_variant(problem, testing::gpu_variant(), dtype, kGpu, options);
+        EXPECT_TRUE(bitwise_equal(actual, expected))
+            << testing::compare(actual, expected).to_string();
+      }
+    }
+  }
 }
 
 /// From a file the same bits come to the device, and the forward and unpacking with them.

@@ -251,6 +251,16 @@ TEST(SelectionTest, EveryComputeCapabilitySinceAmpereHasExperts) {
     const ModularKernel kernel = selection.create(make_context());
     EXPECT_GT(kernel.workspace_bytes(8192), kernel.workspace_bytes(1)) << capability;
   }
+  config.compute_capability = 90;
+  config.scheme = parse_scheme("int8_w8a8");
+  const Selection integers = explain(config);
+  EXPECT_EQ(integers.pair(), "sm80+no_ep") << "wgmma has no kernels of it";
+  EXPECT_NE(integers.table().find("INT8 by mma.sync, PTX for 8.0"), std::string::npos)
+      << integers.table();
+  config.hidden = 1 << 17;  // too wide for int32 sums
+  EXPECT_EQ(find(explain(config), "sm80", "no_ep")->support.reason, Reason::kShape);
+  config = gpt_oss_config();
+  config.device = {DeviceKind::kCuda, 0};
   config.compute_capability = 75;
   const Selection turing = explain(config);
   EXPECT_FALSE(turing);

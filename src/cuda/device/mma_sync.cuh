@@ -1,4 +1,4 @@
-// mma.sync with fp32 accumulators.
+// mma.sync with fp32 accumulators, or int32 of INT8.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,6 +18,19 @@ template <>
 struct MmaSyncAtom<__nv_bfloat16> : cute::SM80_16x8x16_F32BF16BF16F32_TN {};
 template <>
 struct MmaSyncAtom<__half> : cute::SM80_16x8x16_F32F16F16F32_TN {};
+/// (16, 32) by (32, 8): as many bytes.
+template <>
+struct MmaSyncAtom<std::int8_t> {
+  __device__ static void fma(int& d0, int& d1, int& d2, int& d3, std::uint32_t a0, std::uint32_t a1,
+                             std::uint32_t a2, std::uint32_t a3, std::uint32_t b0, std::uint32_t b1,
+                             int c0, int c1, int c2, int c3) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%10, %11, %12, %13};"
+        : "=r"(d0), "=r"(d1), "=r"(d2), "=r"(d3)
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c0), "r"(c1), "r"(c2), "r"(c3));
+  }
+};
 
 /// sums += A (16, 32) B (32, 8), by one warp with two instructions. `a`: the lane's registers of A,
 /// four for each instruction. `b`: the row in shared memory that the lane hands to ldmatrix, which

@@ -1,5 +1,7 @@
 #include "cuda/experts/descriptor.h"
 
+#include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
@@ -49,6 +51,9 @@ Support supports_device(const MoeConfig& config, const KernelFamily& family) {
   return {Reason::kSupported, to_string(*code)};
 }
 
+/// With more of them int32 may not hold the sums of products of INT8.
+constexpr std::int64_t kMaxInt8Columns = (std::int64_t{1} << 31) / (128 * 128) - 1;
+
 /// The intermediate size is a multiple of it.
 std::int64_t intermediate_unit(const MoeConfig& config, const WeightFormat& format) {
   if (config.hooks) return kPitchUnit;  // the rows that hooks see have no padding
@@ -89,6 +94,11 @@ Support FamilyDescriptor::supports(const MoeConfig& config) const {
           core::supports_anywhere(config, {kPitchUnit, intermediate_unit(config, *format)});
       !common) {
     return common;
+  }
+  if (const std::int64_t widest = std::max(config.hidden, config.intermediate);
+      format->int8_rows && widest > kMaxInt8Columns) {
+    return no(Reason::kShape,
+              core::format("size {}: int32 sums of INT8 hold up to {}", widest, kMaxInt8Columns));
   }
   if (batch_dependent(config.scheme) && config.parallel.ep_size > 1) {
     return no(Reason::kParallelConfig, "one dynamic scale for all rows, which ranks do not share");

@@ -284,7 +284,7 @@ void CudaExperts::run_gemms(const ForwardArgs& args, const FusedMlpParams& param
   } else if (planner_.family().has_row_pass(format(), config.tile) && rows_.may_have_row_pass() &&
              most_tokens > 1) {
     step.pass = cut_pass(rows_.activated(args, scratch, params), params, scratch, config.tile);
-  } else if (rows_.has_fp8_rows()) {
+  } else if (rows_.has_coded_rows()) {
     return run_gemms_apart(args, params, scratch, config);
   }
   fused_mlp(step, planner_.family(), format(), config.tile, args.stream);

@@ -21,7 +21,7 @@ void fused_mlp(const FusedMlpParams& params, const KernelFamily& family, const W
   check(params.pass.tiles == 0 || family.has_row_pass(format, tile), "has no row pass");
   const bool stores_codes = params.gemms[0].out_e4m3;
   check(!stores_codes || format.stores_codes(), "does not store E4M3 codes");
-  check(params.num_gemms == 1 || !format.fp8_rows || stores_groups || stores_codes ||
+  check(params.num_gemms == 1 || !format.coded_rows() || stores_groups || stores_codes ||
             params.pass.tiles > 0,
         "does not quantize the rows between the GEMMs");
   const auto all = family.launches();

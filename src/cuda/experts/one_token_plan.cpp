@@ -27,7 +27,8 @@ OneTokenShape OneTokenPlan::shape_of(const ProblemSize& problem) const {
 }
 
 bool OneTokenPlan::supports(const ProblemSize& problem) const {
-  return variant_of(config_) == Variant::kStandard && problem.num_tokens == 1 &&
+  const bool has_kernel = !format_.int8_rows;  // the only rows without one
+  return has_kernel && variant_of(config_) == Variant::kStandard && problem.num_tokens == 1 &&
          problem.topk <= kMaxSlotsOfOneToken && !rows_.needs_hidden_pass() &&
          shape_of(problem).layout().bytes <= shared_bytes();
 }

@@ -18,8 +18,12 @@ void set_quantized(const QuantizedRows& rows, GemmParams& gemm) {
 
 }  // namespace
 
-void OperandRows::set_target(const QuantizedRows& to, RowTransform& rows) const {
-  rows.kind = RowTransform::Kind::kFp8;
+void OperandRows::set_target(const QuantizedRows& to, std::optional<float> static_scale,
+                             std::uint32_t* amax, RowTransform& rows) const {
+  const QuantKey& key = *config_.scheme.activations;
+  rows.kind = format_.int8_rows ? RowTransform::Kind::kInt8 : RowTransform::Kind::kFp8;
+  rows.full_range = key.full_range;
+  if (format_.fp8_rows) rows.fp8 = fp8_quantizer(key, static_scale, amax);
   rows.from_f16 = format_.row_dtype == DType::kF16;
   rows.as_f16 = decodes_fp8_rows();
   rows.to = to.codes;
@@ -30,7 +34,7 @@ void OperandRows::set_target(const QuantizedRows& to, RowTransform& rows) const 
 
 RowQuantizer OperandRows::quantizer_of(const PackedMatrices& reader) const {
   RowQuantizer quantizer;
-  if (!quantizes() || has_fp8_rows()) return quantizer;
+  if (!quantizes() || has_coded_rows()) return quantizer;
   using Kind = RowQuantizer::Kind;
   const QuantKey& key = *config_.scheme.activations;
   quantizer.kind = key.value == DType::kE4M3   ? Kind::kMxfp8
@@ -51,10 +55,8 @@ RowTransform OperandRows::hidden(const ForwardArgs& args, const Scratch& scratch
   rows.rows = x.data();
   rows.row_pitch = bytes(format_.row_dtype, x.stride(x.rank() - 2));
   rows.row_bytes = bytes(format_.row_dtype, x.size(x.rank() - 1));
-  if (has_fp8_rows()) {
-    set_target(scratch.hidden, rows);
-    rows.fp8 =
-        fp8_quantizer(*config_.scheme.activations, packed(args).info().a1_scale, scratch.amax);
+  if (has_coded_rows()) {
+    set_target(scratch.hidden, packed(args).info().a1_scale, scratch.amax, rows);
     return rows;
   }
   rows.to = scratch.permuted;
@@ -85,7 +87,7 @@ void OperandRows::permute_coded(const ForwardArgs& args, const Scratch& scratch,
   rows.from = {args.hidden_states, key.dynamic ? args.hidden_scales : TensorView()};
   rows.slot_to_row = routing.slot_to_permuted.as<const std::int32_t>();
   rows.topk = args.topk_ids.size(1);
-  if (has_fp8_rows()) {
+  if (has_coded_rows()) {
     rows.to_dtype = DType::kE4M3;
     rows.as_f16 = decodes_fp8_rows();
     rows.to = scratch.hidden.codes;
@@ -119,10 +121,8 @@ RowTransform OperandRows::activated(const ForwardArgs& args, const Scratch& scra
   rows.row_pitch = first.out_pitch * size;
   // Rows are written up to a multiple of 8.
   rows.row_bytes = core::round_up(std::int64_t{first.width}, kPitchUnit) * size;
-  if (has_fp8_rows()) {
-    set_target(scratch.quantized, rows);
-    rows.fp8 =
-        fp8_quantizer(*config_.scheme.activations, packed(args).info().a2_scale, scratch.amax + 1);
+  if (has_coded_rows()) {
+    set_target(scratch.quantized, packed(args).info().a2_scale, scratch.amax + 1, rows);
   } else {
     if (quantizes()) rows.kind = RowTransform::Kind::kQuantizeAndDecode;
     rows.to = scratch.quantized.codes;
@@ -149,7 +149,7 @@ void OperandRows::set_hidden(const ForwardArgs& args, const Scratch& scratch,
                              GemmParams& gemm) const {
   gemm.k = static_cast<int>(config_.hidden);
   gemm.num_rows = scratch.rows;
-  if (has_fp8_rows()) return set_quantized(scratch.hidden, gemm);
+  if (has_coded_rows()) return set_quantized(scratch.hidden, gemm);
   gemm.activations = scratch.permuted ? scratch.permuted : args.hidden_states.data();
   gemm.row_pitch = config_.hidden;
 }
@@ -157,7 +157,7 @@ void OperandRows::set_hidden(const ForwardArgs& args, const Scratch& scratch,
 void OperandRows::set_activated(const Scratch& scratch, GemmParams& gemm) const {
   gemm.k = static_cast<int>(config_.intermediate);
   gemm.num_rows = scratch.rows;
-  if (has_fp8_rows()) return set_quantized(scratch.quantized, gemm);
+  if (has_coded_rows()) return set_quantized(scratch.quantized, gemm);
   gemm.activations = scratch.activated;
   gemm.row_pitch = scratch.activated_pitch;
 }

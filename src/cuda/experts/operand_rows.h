@@ -45,7 +45,9 @@ class OperandRows : public RowFormat {
   void set_codes(const ForwardArgs& args, const Scratch& scratch, GemmParams& gemm) const;
 
  private:
-  void set_target(const QuantizedRows& to, RowTransform& rows) const;
+  /// Makes `rows` codes in `to`.
+  void set_target(const QuantizedRows& to, std::optional<float> static_scale, std::uint32_t* amax,
+                  RowTransform& rows) const;
   RowQuantizer quantizer_of(const PackedMatrices& reader) const;
   void permute_coded(const ForwardArgs& args, const Scratch& scratch,
                      const RoutingData& routing) const;

@@ -4,11 +4,11 @@ namespace fusedmoe::cuda {
 
 bool RowFormat::needs_hidden_pass() const {
   const std::optional<QuantKey>& key = config_.scheme.activations;
-  return has_fp8_rows() && key->dynamic && key->group.rows < 0;
+  return has_coded_rows() && key->dynamic && key->group.rows < 0;
 }
 
 bool RowFormat::stores_groups(const TileShape& tile) const {
-  return has_fp8_rows() && format_.k_scales && config_.scheme.activations->group.cols > 0 &&
+  return has_coded_rows() && format_.k_scales && config_.scheme.activations->group.cols > 0 &&
          is_gated(config_.activation) && !config_.hooks && tile.has_whole_groups();
 }
 

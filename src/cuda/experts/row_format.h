@@ -16,14 +16,15 @@ class RowFormat {
 
   /// Whether hidden states are more than permuted.
   bool quantizes() const { return config_.scheme.activations.has_value(); }
-  /// Whether rows are E4M3 codes and scales; else GEMM 1 quantizes activated rows, if anybody does.
-  bool has_fp8_rows() const { return format_.fp8_rows; }
-  /// Whether these codes are stored as the numbers that they are, in f16.
-  bool decodes_fp8_rows() const { return has_fp8_rows() && family_.decodes_fp8_rows(); }
+  /// Whether rows are codes of a byte and scales; else GEMM 1 quantizes activated rows, if anybody
+  /// does.
+  bool has_coded_rows() const { return format_.coded_rows(); }
+  /// Whether E4M3 codes are stored as the numbers that they are, in f16.
+  bool decodes_fp8_rows() const { return format_.fp8_rows && family_.decodes_fp8_rows(); }
   /// Whether hidden states of one token differ from expert to expert: NVFP4 has a second scale for
   /// each. What OperandRows::hidden() says of itself, but known without weights.
   bool differ_by_expert() const {
-    return quantizes() && !has_fp8_rows() && config_.scheme.activations->global_scale;
+    return quantizes() && !has_coded_rows() && config_.scheme.activations->global_scale;
   }
   /// Whether hidden states take a pass of their own: their scale must be known before.
   bool needs_hidden_pass() const;

@@ -14,8 +14,8 @@ Variant variant_of(const MoeConfig& config) {
   return config.batch_invariant ? Variant::kBatchInvariant : Variant::kStandard;
 }
 
-QuantizedRows Scratch::take_fp8(core::WorkspaceCutter& cutter, const RowFormat& format,
-                                const QuantKey& key, std::int64_t columns) {
+QuantizedRows Scratch::take_codes(core::WorkspaceCutter& cutter, const RowFormat& format,
+                                  const QuantKey& key, std::int64_t columns) {
   constexpr std::int64_t kAlignment = 16;  // of tensor copies
   QuantizedRows result;
   result.pitch = core::round_up(columns, kAlignment);
@@ -53,9 +53,9 @@ Scratch::Scratch(const ProblemSize& problem, const RowFormat& format, Variant va
     rows_out = take_rows(config.splits * problem.hidden, rows_dtype);
   }
   const std::optional<QuantKey>& key = problem.scheme.activations;
-  if (format.has_fp8_rows()) {
-    hidden = take_fp8(cutter, format, *key, problem.hidden);
-    quantized = take_fp8(cutter, format, *key, problem.intermediate);
+  if (format.has_coded_rows()) {
+    hidden = take_codes(cutter, format, *key, problem.hidden);
+    quantized = take_codes(cutter, format, *key, problem.intermediate);
   } else if (!batched || key) {
     permuted = take_rows(problem.hidden, problem.dtype);
   }
@@ -64,7 +64,7 @@ Scratch::Scratch(const ProblemSize& problem, const RowFormat& format, Variant va
   if (!format.stores_codes() || problem.num_tokens == 1) {
     activated = take_rows(activated_pitch, problem.dtype);
   }
-  if (unfused && key && !format.has_fp8_rows()) {
+  if (unfused && key && !format.has_coded_rows()) {
     quantized.codes = take_rows(activated_pitch, problem.dtype);
   }
   bytes = cutter.used();

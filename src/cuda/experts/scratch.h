@@ -34,10 +34,10 @@ struct Scratch {
   std::int32_t* counters = nullptr;
   std::uint32_t* amax = nullptr;  // (2) behind the counters, cleared with them
   void* permuted = nullptr;       // (rows, hidden): hidden states in expert order; or null
-  QuantizedRows hidden;           // the same as FP8
+  QuantizedRows hidden;           // the same as codes
   void* gate_up = nullptr;        // unfused: GEMM 1's rows
   void* activated = nullptr;      // (rows, activated_pitch); or null: GEMM 1 stores codes
-  QuantizedRows quantized;        // activated rows as FP8, or where they take a pass
+  QuantizedRows quantized;        // activated rows as codes, or where they take a pass
   void* rows_out = nullptr;       // (splits, rows, hidden): GEMM 2's rows, for the combine
   std::size_t bytes = 0;
 
@@ -47,8 +47,8 @@ struct Scratch {
   std::int64_t num_zeroed = 0;
 
  private:
-  QuantizedRows take_fp8(core::WorkspaceCutter& cutter, const RowFormat& format,
-                         const QuantKey& key, std::int64_t columns);
+  QuantizedRows take_codes(core::WorkspaceCutter& cutter, const RowFormat& format,
+                           const QuantKey& key, std::int64_t columns);
 };
 
 }  // namespace fusedmoe::cuda

@@ -1,5 +1,5 @@
 // Packs and unpacks weights that stay as they are, and makes the FormatKernels of each policy of
-// as_is.cuh and fp8_f16.cuh.
+// as_is.cuh, fp8_f16.cuh and int8_rows.cuh.
 #include "cuda/formats/as_is.cuh"
 
 #include <algorithm>
@@ -8,6 +8,7 @@
 
 #include "cuda/device/launch.h"
 #include "cuda/formats/fp8_f16.cuh"
+#include "cuda/formats/int8_rows.cuh"
 #include "cuda/formats/policy_kernels.h"
 
 namespace fusedmoe::cuda {
@@ -71,9 +72,10 @@ FormatKernels kernels() {
 
 std::span<const FormatKernels> as_is_kernels() {
   static const std::array kAll = {
-      kernels<Bf16Operands, std::uint16_t>(), kernels<F16Operands, std::uint16_t>(),
-      kernels<Fp8Operands, std::uint8_t>(), kernels<Fp8RowOperands, std::uint8_t>(),
-      kernels<Fp8F16Operands, std::uint8_t>()};
+      kernels<Bf16Operands, std::uint16_t>(),     kernels<F16Operands, std::uint16_t>(),
+      kernels<Fp8Operands, std::uint8_t>(),       kernels<Fp8RowOperands, std::uint8_t>(),
+      kernels<Fp8F16Operands, std::uint8_t>(),    kernels<Int8RowOperands, std::uint8_t>(),
+      kernels<Int8RowF16Operands, std::uint8_t>()};
   return kAll;
 }
 

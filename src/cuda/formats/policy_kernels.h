@@ -1,6 +1,9 @@
 // What the FormatKernels of a policy begin with.
 #pragma once
 
+#include <cstdint>
+#include <type_traits>
+
 #include "cuda/formats/format_kernels.h"
 #include "cuda/formats/operand_policy.h"
 
@@ -13,7 +16,8 @@ constexpr bool agrees(const WeightFormat& format) {
   return format.row_dtype == Operands::kRowDType && format.block.bytes == Operands::kBlock.bytes &&
          format.block.k == Operands::kBlock.k && format.decodes == Operands::kDecodes &&
          format.k_scales == Operands::kHasKScales && format.weights_rows == Output::kWeightsRows &&
-         format.quantizes_rows == Output::kQuantizes;
+         format.quantizes_rows == Output::kQuantizes &&
+         format.int8_rows == std::is_same_v<typename Operands::Activation, std::int8_t>;
 }
 
 /// What the kernels of a format take from its policy.

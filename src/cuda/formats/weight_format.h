@@ -35,10 +35,14 @@ struct WeightFormat {
   bool k_scales = false;
   /// GEMM 1 can quantize and decode what it stores, see FusedMlpParams::quantizer.
   bool quantizes_rows = false;
+  /// Activations are INT8, with a scale in fp32 for each row; sums are int32.
+  bool int8_rows = false;
 
+  /// Activations are codes of a byte and scales, which rows become before a GEMM.
+  constexpr bool coded_rows() const { return fp8_rows || int8_rows; }
   /// What the tensor cores multiply.
   constexpr std::string_view multiplied_as() const {
-    return fp8_rows ? "FP8" : row_dtype == DType::kF16 ? "f16" : "bf16";
+    return int8_rows ? "INT8" : fp8_rows ? "FP8" : row_dtype == DType::kF16 ? "f16" : "bf16";
   }
   /// GEMM 1 can store E4M3 codes whose scale is known, see GemmParams::out_e4m3. Kernels with
   /// scales of K blocks do not carry the code.

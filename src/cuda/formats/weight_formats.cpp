@@ -12,7 +12,7 @@ std::span<const WeightFormat> weight_formats() {
       kBf16,           kF16,        kFp8Rows,     kFp8,        kW4a8,          kMxfp4Bf16,
       kMxfp4Quantized, kMxfp4F16,   kNvfp4Bf16,   kNvfp4F16,   kInt4Symmetric, kInt4G32Symmetric,
       kInt4Bf16,       kInt4F16,    kInt4G32Bf16, kInt4G32F16, kInt8Bf16,      kInt8F16,
-      kDecodedE4m3,    kScaledE4m3, kFp8F16,      kMxfp4Fp8};
+      kDecodedE4m3,    kScaledE4m3, kFp8F16,      kMxfp4Fp8,   kInt8Rows,      kInt8RowsF16};
   return kAll;
 }
 
@@ -42,9 +42,15 @@ bool is_fp8(const QuantKey& key, const WeightFormat& format) {
          (key.group.cols < 0 || (format.k_scales && key.group.cols == format.block.k));
 }
 
+/// Whether they are INT8 with a scale for each row.
+bool is_int8(const QuantKey& key) {
+  return key.value == DType::kI8 && key.dynamic && key.group == GroupShape{1, -1};
+}
+
 /// Whether the kernel multiplies such activations by such weights.
 bool multiplies(const WeightFormat& format, const std::optional<QuantKey>& key) {
   if (format.fp8_rows) return key && is_fp8(*key, format);
+  if (format.int8_rows) return key && is_int8(*key);
   return !key || (format.quantizes_rows && fits_bf16(*key));
 }
 
@@ -57,6 +63,9 @@ bool formats::is_fp8_rows(const QuantKey& key) {
 bool formats::is_fp8(const QuantKey& key) {
   if (key.value != DType::kE4M3 || key.scale != DType::kF32 || key.dynamic) return false;
   return is_fp8_rows(key) || (key.group.cols == kFp8.block.k && key.group.rows % 8 == 0);
+}
+bool formats::is_int8_rows(const QuantKey& key) {
+  return key == keys::int8_row();
 }
 bool formats::is_w4a8(const QuantKey& key) {
   return key == keys::int4_e4m3();

@@ -17,6 +17,8 @@ bool is_unquantized(const QuantKey& key) {
 bool is_fp8_rows(const QuantKey& key);
 /// Those, or scales of blocks of 128 columns and whole slices of 8 rows.
 bool is_fp8(const QuantKey& key);
+/// INT8 with scales of rows.
+bool is_int8_rows(const QuantKey& key);
 bool is_w4a8(const QuantKey& key);
 bool is_mxfp4(const QuantKey& key);
 bool is_nvfp4(const QuantKey& key);
@@ -61,6 +63,14 @@ inline constexpr WeightFormat kFp8F16{.name = "fp8_f16",
                                       .weights_rows = true,
                                       .fp8_rows = true,
                                       .k_scales = true};
+inline constexpr WeightFormat kInt8Rows{
+    .name = "int8_rows", .holds = is_int8_rows, .block = swizzled_block(1), .int8_rows = true};
+inline constexpr WeightFormat kInt8RowsF16{.name = "int8_rows_f16",
+                                           .holds = is_int8_rows,
+                                           .row_dtype = DType::kF16,
+                                           .block = swizzled_block(1),
+                                           .weights_rows = true,
+                                           .int8_rows = true};
 inline constexpr WeightFormat kW4a8{.name = "w4a8",
                                     .holds = is_w4a8,
                                     .block = fp8_decoded_block(1),

@@ -23,6 +23,9 @@ template <typename K>
 inline constexpr int kChunks = K::kMaxTokens / K::kChunkTokens;
 template <typename K>
 using Chunk = float[4 * kEights<K>];
+/// As the tensor cores leave them.
+template <typename K>
+using Sums = typename K::Sum[4 * kEights<K>];
 
 /// Row blocks that a warpgroup stores, at most, and the first of a tile.
 template <typename K>
@@ -106,32 +109,32 @@ __device__ inline void sync_warpgroup(const WarpgroupCoords<K>& coords) {
 /// Registers have no index, so it is looked for among [kBegin, kEnd).
 template <typename K, int kBegin = 0, int kEnd = K::kRowBlocks* kChunks<K>>
 __device__ __forceinline__ void read_accumulators(const typename K::Accumulators& accumulators,
-                                                  int chunk, Chunk<K>& values) {
+                                                  int chunk, Sums<K>& sums) {
   if constexpr (kEnd - kBegin > 1) {
     constexpr int kMiddle = (kBegin + kEnd) / 2;
     if (chunk < kMiddle) {
-      read_accumulators<K, kBegin, kMiddle>(accumulators, chunk, values);
+      read_accumulators<K, kBegin, kMiddle>(accumulators, chunk, sums);
     } else {
-      read_accumulators<K, kMiddle, kEnd>(accumulators, chunk, values);
+      read_accumulators<K, kMiddle, kEnd>(accumulators, chunk, sums);
     }
   } else {
     constexpr int kBlock = kBegin / kChunks<K>, kFirst = kBegin % kChunks<K> * 4 * kEights<K>;
 #pragma unroll
-    for (int i = 0; i < 4 * kEights<K>; ++i) values[i] = accumulators[kBlock][kFirst + i];
+    for (int i = 0; i < 4 * kEights<K>; ++i) sums[i] = accumulators[kBlock][kFirst + i];
   }
 }
 
 /// The same of those that were published: partial accumulators of all K groups, added in order.
 template <typename K>
-__device__ inline void read_partials(const SharedMemory<K>& shared, int chunk, Chunk<K>& values) {
+__device__ inline void read_partials(const SharedMemory<K>& shared, int chunk, Sums<K>& sums) {
   const int first = chunk % kChunks<K> * 4 * kEights<K>;
   const auto* partials = &shared.partials[chunk / kChunks<K> * K::kKGroups];
 #pragma unroll
   for (int k = 0; k < K::kKGroups; ++k) {
 #pragma unroll
     for (int i = 0; i < 4 * kEights<K>; ++i) {
-      const float partial = partials[k][first + i][WarpgroupCoords<K>::thread()];
-      values[i] = k == 0 ? partial : values[i] + partial;
+      const auto partial = partials[k][first + i][WarpgroupCoords<K>::thread()];
+      sums[i] = k == 0 ? partial : sums[i] + partial;
     }
   }
 }
@@ -250,7 +253,7 @@ __device__ __forceinline__ void sync_staged(const WarpgroupCoords<K>& coords) {
 }
 
 template <typename K>
-inline constexpr bool kHasFp8Rows = K::Operands::kFormat.fp8_rows;
+inline constexpr bool kHasCodedRows = K::Operands::kFormat.coded_rows();
 /// Bytes of an element that the GEMM stores, unless they are in fp32.
 template <typename K>
 __device__ __forceinline__ int out_bytes(const GemmParams& gemm) {
@@ -370,7 +373,8 @@ __device__ __forceinline__ void store_rows(SharedMemory<K>& shared, const FusedM
                                            const ScaleAndBias<K>& factors, const Read& read) {
   const GemmParams& gemm = p.gemms[tile.gemm];
   const bool inner = tile.gemm == 0 && p.num_gemms == 2;  // GEMM 2 reads it
-  const bool has_token_scales = kHasFp8Rows<K> && gemm.token_scales && gemm.token_scale_pitch == 0;
+  const bool has_token_scales =
+      kHasCodedRows<K> && gemm.token_scales && gemm.token_scale_pitch == 0;
   const bool out_f32 = gemm.out_f32;
   const Epilogue epilogue = gemm.epilogue;
   const int first_block = first_row_block(tile, coords), num_tokens = tile.num_tokens;
@@ -381,17 +385,20 @@ __device__ __forceinline__ void store_rows(SharedMemory<K>& shared, const FusedM
   for (int b = 0; b < row_blocks; ++b) {
     RowWriter<K> writer(gemm, tile, coords, first_block + b, 0);
     TokenScales<K> token_scales;
-    if (has_token_scales) token_scales.read(gemm, tile, coords, 0);
+    if (has_token_scales && K::kReadsScalesAhead) token_scales.read(gemm, tile, coords, 0);
 #pragma unroll 1
     for (int first = 0; first < num_tokens; first += K::kChunkTokens) {
       Chunk<K> values;
       read(b * kChunks<K> + first / K::kChunkTokens, values);
+      if (has_token_scales && !K::kReadsScalesAhead) token_scales.read(gemm, tile, coords, first);
       if (has_token_scales) token_scales.apply(values);
       scale_and_add<K>(factors, b, values);
       if (!out_f32) sync_staged(coords);  // the rows before are written
       // Ahead, as they are far away. But not before the first use of `factors`: the hardware would
       // wait for both.
-      if (has_token_scales) token_scales.read(gemm, tile, coords, first + K::kChunkTokens);
+      if (has_token_scales && K::kReadsScalesAhead) {
+        token_scales.read(gemm, tile, coords, first + K::kChunkTokens);
+      }
       if (out_f32) {
         write_f32<K>(gemm, coords, first_block + b, tile, first, values);
         continue;

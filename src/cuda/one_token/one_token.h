@@ -102,7 +102,8 @@ struct OneTokenKernel {
   OneTokenLaunch launch;
 };
 
-/// Of weights in this format: one of the generated files (cmake/FusedmoeKernels.cmake).
+/// Of weights in this format: one of the generated files (cmake/FusedmoeKernels.cmake). Null: there
+/// is none, and OneTokenPlan::supports() says so.
 OneTokenLaunch one_token_launch(const WeightFormat& format);
 
 /// Shared memory that the kernel takes at most, beside tables.

@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) transform_narrow_rows_kernel(const T
 #pragma unroll
   for (int s = 0; s < kSpans; ++s) units[s] = read_unit(t, row, s * kSpanUnits + lane);
   const float scale =
-      t.has_row_scales() ? core::e4m3_row_scale(amax_of_units(t, units)) : scale_of_row(t, row);
+      t.has_row_scales() ? row_scale(t, amax_of_units(t, units)) : scale_of_row(t, row);
   const int expert = t.differ_by_expert() ? expert_of_row(p, row) : 0;
 #pragma unroll
   for (int s = 0; s < kSpans; ++s) {

@@ -95,23 +95,29 @@ __device__ __forceinline__ float amax_of_units(const RowTransform& t,
                                       : amax(__nv_bfloat162(0.0F, 0.0F)));
 }
 
-/// The scale that all of a row has; 1 where groups have their own. By threads as amax_of_row().
+/// What the codes of a row follow from, by its largest magnitude: of FP8 the scale, of INT8 that
+/// magnitude itself.
+__device__ __forceinline__ float row_scale(const RowTransform& t, float amax) {
+  return t.kind == RowTransform::Kind::kInt8 ? amax : core::e4m3_row_scale(amax);
+}
+
+/// The same of a row in memory; 1 where groups have their own. By threads as amax_of_row().
 template <int kWarps = 1>
 __device__ __forceinline__ float scale_of_row(const RowTransform& t, std::int64_t row) {
-  if (t.kind != RowTransform::Kind::kFp8) return 1;
+  if (!t.makes_codes()) return 1;
   switch (t.fp8.scale) {
     case Fp8Quantizer::Scale::kStatic:
       return t.fp8.static_scale;
     case Fp8Quantizer::Scale::kTensor:
       return __uint_as_float(*t.fp8.amax) / core::kE4M3Max;
     case Fp8Quantizer::Scale::kRow:
-      return core::e4m3_row_scale(amax_of_row<kWarps>(t, row));
+      return row_scale(t, amax_of_row<kWarps>(t, row));
     default:
       return 1;
   }
 }
 
-/// A unit on its way out: 16 bytes, of FP8 the first 8; and the scale of its codes.
+/// A unit on its way out: 16 bytes, of codes the first 8; and the scale of its codes.
 struct Converted {
   uint4 data;
   float scale;
@@ -172,6 +178,24 @@ __device__ __forceinline__ Converted to_fp8(const RowTransform& t, const uint4& 
   return {{codes.x, codes.y, 0, 0}, scale};
 }
 
+/// INT8 codes; the formulas are those of quant/quantize_row.h.
+__device__ __forceinline__ Converted to_int8(const RowTransform& t, const uint4& raw, float amax) {
+  UnitValues values;
+  read_values(t.from_f16, raw, values);
+  const float scale = core::int8_scale(amax, t.full_range), factor = core::int8_factor(amax);
+  const auto code = [&](float value) {
+    const std::int8_t result = t.full_range ? core::full_int8_code(__fdiv_rn(value, scale))
+                                            : core::int8_code(__fmul_rn(value, factor));
+    return static_cast<std::uint32_t>(static_cast<std::uint8_t>(result));
+  };
+  std::uint32_t words[2] = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    words[i / 2] |= (code(values[i].x) | code(values[i].y) << 8) << i % 2 * 16;
+  }
+  return {{words[0], words[1], 0, 0}, scale};
+}
+
 /// By whole warps. `row_scale`: scale_of_row().
 __device__ __forceinline__ Converted convert_unit(const RowTransform& t, const uint4& raw,
                                                   int expert, float row_scale) {
@@ -180,6 +204,8 @@ __device__ __forceinline__ Converted convert_unit(const RowTransform& t, const u
       return {quantize_and_decode(t.decoded, expert, raw, ~0U), 1};
     case RowTransform::Kind::kFp8:
       return to_fp8(t, raw, row_scale);
+    case RowTransform::Kind::kInt8:
+      return to_int8(t, raw, row_scale);
     default:
       return {raw, 1};
   }
@@ -203,7 +229,7 @@ __device__ __forceinline__ void write_unit(const RowTransform& t, std::int64_t r
                                            const Converted& value) {
   if (unit >= units_of(t)) return;
   char* to = static_cast<char*>(t.to) + row * t.to_pitch;
-  if (t.kind != RowTransform::Kind::kFp8) {
+  if (!t.makes_codes()) {
     reinterpret_cast<uint4*>(to)[unit] = value.data;
     return;
   }

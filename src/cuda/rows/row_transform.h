@@ -1,5 +1,5 @@
 // What becomes of a row on its way to a GEMM: copied, quantized and decoded again, or quantized to
-// FP8.
+// FP8 or INT8.
 #pragma once
 
 #include <cfloat>
@@ -60,6 +60,7 @@ struct RowTransform {
     kCopy,
     kQuantizeAndDecode,  ///< bf16 -> bf16
     kFp8,                ///< bf16 or f16 -> E4M3, or with as_f16 the numbers of those codes
+    kInt8,               ///< bf16 or f16 -> INT8, each row with a scale
   };
   Kind kind = Kind::kCopy;
   const void* rows = nullptr;
@@ -70,14 +71,17 @@ struct RowTransform {
   // All but copies: addresses, pitches and row_bytes are multiples of 16 bytes.
   RowQuantizer decoded;
   Fp8Quantizer fp8;
-  bool from_f16 = false;    ///< FP8: rows are f16
+  bool from_f16 = false;    ///< codes: rows are f16
   bool as_f16 = false;      ///< FP8: `to` has the numbers that codes are, see e4m3_f16.cuh
-  float* scales = nullptr;  ///< of FP8: (rows), or of groups (groups, scale_pitch), or null
+  bool full_range = false;  ///< INT8: as QuantKey says
+  float* scales = nullptr;  ///< of codes: (rows), or of groups (groups, scale_pitch), or null
   std::int64_t scale_pitch = 0;
 
+  /// Rows become codes of a byte.
+  FUSEDMOE_HD bool makes_codes() const { return kind == Kind::kFp8 || kind == Kind::kInt8; }
   /// Each row has one scale, which follows from its values.
   FUSEDMOE_HD bool has_row_scales() const {
-    return kind == Kind::kFp8 && fp8.scale == Fp8Quantizer::Scale::kRow;
+    return makes_codes() && fp8.scale == Fp8Quantizer::Scale::kRow;
   }
   /// Rows of one token differ from expert to expert.
   FUSEDMOE_HD bool differ_by_expert() const { return decoded.global_scales != nullptr; }

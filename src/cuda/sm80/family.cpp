@@ -18,8 +18,8 @@ class Sm80Family final : public KernelFamily {
   std::span<const TileShape> tiles(const WeightFormat& format) const override {
     return sm80::kernel_set(format).tiles;
   }
-  bool keeps_order(const WeightFormat&, const TileShape& tile) const override {
-    return tile.k_groups == 1;
+  bool keeps_order(const WeightFormat& format, const TileShape& tile) const override {
+    return tile.k_groups == 1 || format.int8_rows;  // whose sums are exact
   }
   bool has_row_pass(const WeightFormat&, const TileShape&) const override { return false; }
   bool decodes_fp8_rows() const override { return true; }

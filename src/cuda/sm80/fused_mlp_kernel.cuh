@@ -87,11 +87,14 @@ __device__ __forceinline__ void store_tile(SharedMemory<K>& shared, const FusedM
   }
   const ScaleAndBias<K> factors = read_scale_and_bias(p.gemms[tile.gemm], tile, coords);
   store_results(shared, p, tile, coords, factors, [&](int chunk, Chunk<K>& values) {
+    Sums<K> sums;
     if constexpr (K::kHasPartials) {
-      read_partials(shared, chunk, values);
+      read_partials(shared, chunk, sums);
     } else {
-      read_accumulators<K>(accumulators, chunk, values);
+      read_accumulators<K>(accumulators, chunk, sums);
     }
+#pragma unroll
+    for (int i = 0; i < 4 * kEights<K>; ++i) values[i] = sums[i];  // int32 is rounded here alone
   });
 }
 
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(K::kThreads, K::kBlocks)
 #pragma unroll
         for (auto& of_block : accumulators) {
 #pragma unroll
-          for (float& sum : of_block) sum = 0;
+          for (auto& sum : of_block) sum = 0;
         }
       }
       --stages_left;

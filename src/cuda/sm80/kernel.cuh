@@ -35,9 +35,10 @@ struct Kernel {
   static constexpr int kThreads = 128 * kTile.warpgroups();
   static_assert(kStages >= 2, "a pipeline needs stages");
 
-  // A thread's accumulators: row blocks by tokens.
+  // A thread's accumulators: row blocks by tokens. Those of INT8 become fp32 in the epilogue.
   static constexpr int kAccumulators = kMaxTokens / 2;
-  using Accumulators = float[kRowBlocks][kAccumulators];
+  using Sum = std::conditional_t<Operands::kFormat.int8_rows, int, float>;
+  using Accumulators = Sum[kRowBlocks][kAccumulators];
   // Scales of K blocks multiply their sums, which are then added up.
   static constexpr bool kHasKScales = Operands::kHasKScales;
   static constexpr bool kHasRowPass = false;
@@ -55,7 +56,7 @@ struct Kernel {
   static constexpr int kRowParts = kRowBytes / kSwizzleBytes;
   static constexpr int kPartBytes = kMaxTokens * kSwizzleBytes;
   static constexpr int kActivationBytes = kRowParts * kPartBytes;
-  // Steps of 16 of K of half a K block.
+  // Steps of half a K block: 32 bytes of token rows each.
   static constexpr int kHalfSteps = 2 * kRowParts;
   // Scales of a K block: of its tokens, then of slices of its weight rows.
   static constexpr int kScales = num_scales(kTile, Operands::kFormat);
@@ -69,6 +70,9 @@ struct Kernel {
   // Token rows that the epilogue finishes together; more of them take more registers.
   static constexpr int kChunkTokens = 16;
   static constexpr int kStoredRowBlocks = kRowBlocks;
+  // Scales of tokens are read before they are needed, unless accumulators take half of the
+  // registers.
+  static constexpr bool kReadsScalesAhead = kAllAccumulators < 128;
   // Elements of a staged row on its way out; eight rows lie on different banks.
   static constexpr int kStagedPitch =
       kBlockRows + 16 / static_cast<int>(sizeof(typename Output::Element));
@@ -98,7 +102,7 @@ struct SharedMemory<sm80::Kernel<Operands, kIndex>> {
   // Token rows on their way out, of each row group.
   alignas(16) typename K::Output::Element rows[K::kRowGroups][K::kChunkTokens][K::kStagedPitch];
   [[no_unique_address]] typename K::Operands::Tables tables;
-  float partials[K::kPartials][K::kPartialAccumulators][128];
+  typename K::Sum partials[K::kPartials][K::kPartialAccumulators][128];
   // The ring of work tiles: those whose operands are here or on their way, and the next. A step
   // copies one stage, and every second step at most begins a tile.
   WorkTile tiles[K::kTileSlots];

@@ -18,11 +18,13 @@ struct KernelSet {
 };
 
 inline constexpr std::array kKernelSets = {
-    KernelSet{&formats::kBf16, kTiles16Bit},
-    KernelSet{&formats::kF16, kTiles16Bit},
+    KernelSet{&formats::kBf16, kTilesAsIs},
+    KernelSet{&formats::kF16, kTilesAsIs},
     KernelSet{&formats::kFp8, kTilesFp8},
     KernelSet{&formats::kFp8Rows, kTilesFp8},
     KernelSet{&formats::kFp8F16, kTilesFp8},
+    KernelSet{&formats::kInt8Rows, kTilesAsIs},
+    KernelSet{&formats::kInt8RowsF16, kTilesAsIs},
     KernelSet{&formats::kW4a8, kTilesDecodedFp8},
     KernelSet{&formats::kMxfp4Fp8, kTilesDecodedFp8},
     KernelSet{&formats::kMxfp4Bf16, kTiles4Bit},

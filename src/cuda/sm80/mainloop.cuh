@@ -149,7 +149,7 @@ __device__ __forceinline__ void multiply_block(const BlockOperands<K>& block,
         for (int i = 0; i < 2; ++i) {
 #pragma unroll
           for (int b = 0; b < K::kRowBlocks; ++b) {
-            float* sums = &accumulators[b][4 * n];
+            typename K::Sum* sums = &accumulators[b][4 * n];
             const std::uint32_t(&w)[4] = a[b][2 * pair + i];
             Atom::fma(sums[0], sums[1], sums[2], sums[3], w[0], w[1], w[2], w[3], k[2 * i],
                       k[2 * i + 1], sums[0], sums[1], sums[2], sums[3]);

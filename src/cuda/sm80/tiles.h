@@ -10,8 +10,8 @@ namespace fusedmoe::cuda::sm80 {
 
 // A warp has 16 rows of each of two row blocks, so that it reads token rows once for both.
 
-/// Of weights with 16 bits, from few tokens to many.
-inline constexpr TileShape kTiles16Bit[] = {
+/// Of weights that are multiplied as they are, with 16 bits or INT8, from few tokens to many.
+inline constexpr TileShape kTilesAsIs[] = {
     {16, 1, 2, 1, 1, false, 3}, {16, 1, 1, 2, 1, false, 4},  {32, 1, 1, 2, 1, false, 3},
     {64, 1, 1, 2, 1, false, 3}, {128, 1, 1, 2, 1, false, 2},
 };

@@ -62,7 +62,8 @@ struct Kernel {
   static constexpr int kColumns = kTokensAreRows ? kRowBlocks * kBlockRows : kMaxTokens;
   static constexpr int kAccumulators = kColumns / 2;
   static constexpr int kTokenBlocks = kTokensAreRows ? kMaxTokens / kBlockRows : 1;
-  using Accumulators = float[kTokensAreRows ? kTokenBlocks : kRowBlocks][kAccumulators];
+  using Sum = float;
+  using Accumulators = Sum[kTokensAreRows ? kTokenBlocks : kRowBlocks][kAccumulators];
   static constexpr bool kPromotes = kSet.promoted_columns > 0;
   static constexpr int kPromotedColumns =
       kTokensAreRows || kColumns < kSet.promoted_columns ? kColumns : kSet.promoted_columns;
@@ -133,6 +134,7 @@ struct Kernel {
   // tokens of a chunk a thread does so.
   static constexpr bool kStoresGroups =
       kPromotes && Operands::kHasKScales && kTile.has_whole_groups();
+  static constexpr bool kReadsScalesAhead = true;
   // Whether it can store E4M3 codes whose scale is known.
   static constexpr bool kStoresCodes = Operands::kFormat.stores_codes();
   static constexpr int kStoredRowBlocks = kHasEpilogueWarpgroup ? kRowGroups : kRowBlocks;

@@ -5,7 +5,6 @@
 #include <array>
 #include <span>
 
-#include "core/check.h"
 #include "cuda/formats/weight_formats.h"
 #include "cuda/mlp/kernel_config.h"
 #include "cuda/sm90/tiles.h"
@@ -78,11 +77,12 @@ static_assert(std::all_of(kKernelSets.begin(), kKernelSets.end(), [](const Kerne
          });
 }));
 
-constexpr const KernelSet& kernel_set(const WeightFormat& format) {
+/// Without tiles where there are no kernels of the format.
+constexpr KernelSet kernel_set(const WeightFormat& format) {
   for (const KernelSet& set : kKernelSets) {
     if (set.format->name == format.name) return set;
   }
-  throw Error::internal("a weight format has no kernels");
+  return {};
 }
 
 }  // namespace fusedmoe::cuda::sm90
