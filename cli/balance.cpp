@@ -42,7 +42,7 @@ void run(const Options& options) {
   const std::vector<double> rows(load.rows_per_expert.begin(), load.rows_per_expert.end());
   BalanceOptions balance = options.balance;
   if (!options.placement.empty()) {
-    balance.placements.push_back(ExpertPlacement::parse(read_text(options.placement)));
+    balance.placements.push_back(parsed(options.placement, ExpertPlacement::parse));
   }
   const BalancedLayer layer = fusedmoe::balance(rows, load.num_experts(), balance).front();
   write_text(options.output, layer.placement.json() + "\n");

@@ -22,6 +22,15 @@ std::vector<std::string> experts_names() {
   return names;
 }
 
+/// Those that are computed.
+std::vector<std::string> family_names() {
+  std::vector<std::string> names;
+  for (const Family& family : Family::all()) {
+    if (family.refused().empty()) names.emplace_back(family.name());
+  }
+  return names;
+}
+
 /// Insertions, deletions, replacements and swaps of neighbours that make `a` of `b`.
 std::size_t distance(std::string_view a, std::string_view b) {
   std::vector<std::size_t> before, last(b.size() + 1), row(b.size() + 1);
@@ -54,19 +63,20 @@ const std::vector<Kind>& kinds() {
       {"PATH", "a file or a folder", true},
       {"SCHEME",
        "number format of weights and activations: bf16, fp8_block, mxfp4, nvfp4, int4_g128, ...; a "
-       "wrong name lists all",
+       "wrong name lists all; with a rule for the scales of activations as in mxfp4:even",
        false, scheme_names},
       {"MODEL", "a published model by name, of which only the shapes are used: gpt-oss-20b, ...",
        false, model_preset_names},
       {"EXPERTS",
        "an implementation: cpu, sm90 (Hopper GPUs), sm80 (GPUs since Ampere) or reference (slow, "
-       "the "
-       "specification); with a transport as in cpu+batched",
+       "the specification); behind a + also how rows reach it: cpu+no_ep, cpu+batched, "
+       "cpu+all2all, "
+       "cpu+allgather_reducescatter",
        false, experts_names},
       {"FAMILY",
        "how a model's tensors are named: a name that `fusedmoe families` lists, or a JSON file "
        "with a description",
-       true},
+       true, family_names},
       {"DEVICE", "cpu, cuda or cuda:N", false,
        [] {
          return std::vector<std::string>{"cpu", "cuda"};
@@ -119,7 +129,14 @@ std::string did_you_mean(std::string_view word, const std::vector<std::string>& 
       best = &candidate;
     }
   }
-  return best ? "; did you mean " + *best + "?" : "";
+  if (best) return "; did you mean " + *best + "?";
+  std::string longer;  // names that the word is the beginning of: fp8_block, ... of fp8
+  for (const std::string& candidate : candidates) {
+    if (word.size() > 1 && candidate.starts_with(word)) {
+      longer += (longer.empty() ? "" : ", ") + candidate;
+    }
+  }
+  return longer.empty() ? "" : "; did you mean one of " + longer + "?";
 }
 
 std::string with_commas(std::string number) {

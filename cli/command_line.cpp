@@ -28,8 +28,8 @@ using Check = std::function<std::string(const std::string&)>;
 Check number_check(const std::string& must, const std::function<bool(double)>& is_right) {
   return [=](const std::string& text) {
     double value = 0;
-    if (CLI::detail::lexical_cast(text, value) && is_right(value)) return std::string();
-    return "was " + text + "; " + must;
+    if (!CLI::detail::lexical_cast(text, value)) return "was " + text + "; must be a number";
+    return is_right(value) ? std::string() : "was " + text + "; " + must;
   };
 }
 
@@ -184,6 +184,33 @@ std::vector<std::string> names_of(const List& list) {
   return names;
 }
 
+/// What stands in a command line without a name before it; null: nothing may.
+const OptionInfo* placed_value(const CommandInfo& command) {
+  const auto found = std::find_if(command.options.begin(), command.options.end(),
+                                  [](const OptionInfo& option) { return option.by_place(); });
+  return found == command.options.end() ? nullptr : &*found;
+}
+
+/// Throws UsageError for a value without a name where the command has none such.
+void check_no_place(const CommandInfo& command, const std::vector<std::string>& arguments) {
+  const OptionInfo* before = nullptr;  // whose value may come now
+  bool has_checkpoint = false;
+  for (const std::string& argument : arguments) {
+    const std::size_t end = argument.find('=');
+    if (argument == "--") return;
+    if (const OptionInfo* option = command.find(argument.substr(0, end))) {
+      before = !option->kind.empty() && end == std::string::npos ? option : nullptr;
+      has_checkpoint |= option->name == "--checkpoint";
+    } else if (before) {
+      if (!before->list) before = nullptr;
+    } else if (!argument.starts_with("-")) {
+      const bool is_checkpoint = command.find("--checkpoint") && !has_checkpoint;
+      throw UsageError("unexpected argument: " + argument +
+                       (is_checkpoint ? "; did you mean --checkpoint " + argument + "?" : ""));
+    }
+  }
+}
+
 /// Names that there are not, before CLI11 misses what they stand for.
 void check_names(const ProgramInfo& program, const std::vector<std::string>& arguments) {
   const auto is_option = [](const std::string& text) { return text.starts_with("-"); };
@@ -204,9 +231,16 @@ void check_names(const ProgramInfo& program, const std::vector<std::string>& arg
         command && argument > first ? names_of(command->options) : names_of(program.options);
     known.emplace_back("--help");
     if (std::find(known.begin(), known.end(), name) == known.end()) {
-      throw UsageError("unknown option " + name + did_you_mean(name, known));
+      const std::string near = did_you_mean(name, known);
+      const OptionInfo* place = command ? placed_value(*command) : nullptr;
+      const bool takes_files = place && place->kind == "PATH";
+      throw UsageError("unknown option " + name +
+                       (near.empty() && takes_files
+                            ? "; write fusedmoe " + command->name + " " + place->value()
+                            : near));
     }
   }
+  if (command && !placed_value(*command)) check_no_place(*command, {first + 1, arguments.end()});
 }
 
 /// Throws UsageError where other than so many options of a group were given.
@@ -246,6 +280,10 @@ std::string sentence(const CLI::ParseError& error, const CommandInfo* command) {
     return at != std::string::npos;
   };
   replace(" excludes ", " cannot be used with ");
+  if (error.get_name() == "RequiredError" && command) {
+    const OptionInfo* place = command->find(text.substr(0, text.find(' ')));
+    if (place && place->by_place()) replace(place->name, place->value());
+  }
   replace("The following argument was not expected:", "unexpected argument:");
   replace("The following arguments were not expected:", "unexpected arguments:");
   const std::string name = text.substr(0, text.find(':'));
@@ -274,6 +312,13 @@ const OptionInfo* option_of(const CommandInfo& command, std::string argument) {
   return option;
 }
 
+/// did_you_mean() of a value, in quotes or not, that is none of the words.
+std::string other_word(std::string was, const std::vector<std::string>& words) {
+  std::erase(was, '"');
+  const bool is_word = std::find(words.begin(), words.end(), was) != words.end();
+  return was.empty() || is_word ? std::string() : did_you_mean(was, words);
+}
+
 /// Runs a subcommand whose options are parsed.
 void run(const CommandInfo& command) {
   try {
@@ -288,6 +333,8 @@ void run(const CommandInfo& command) {
       const std::size_t word = option->name.size() + 1, end = text.find(kNoSuchName);
       if (end != std::string::npos) {
         text += did_you_mean(text.substr(word, end - word), option->words());
+      } else {
+        text += other_word(error.was(), option->words());
       }
     }
     // What names an option is a value that it cannot have.

@@ -71,7 +71,8 @@ Finding numa_nodes() {
   Json nodes = Json::array();
   for (const core::NumaNode& node : core::usable_numa_nodes()) {
     if (node.cpus.empty()) continue;
-    text += fmt::format("{}{} ({} CPUs)", text.empty() ? "" : ", ", node.number, node.cpus.size());
+    text +=
+        fmt::format("{}node {} ({} CPUs)", text.empty() ? "" : ", ", node.number, node.cpus.size());
     nodes.push_back({{"number", node.number}, {"cpus", node.cpus.size()}});
   }
   return {"numa nodes", text.empty() ? "none known" : text, "", nodes};
@@ -110,8 +111,8 @@ Finding memory(const std::string& label, const char* key) {
   std::replace(name.begin(), name.end(), ' ', '_');
   char* end = nullptr;
   const std::int64_t kilobytes = std::strtoll(text.c_str(), &end, 10);
-  const bool known = end != text.c_str();
-  return {label, text, name, known ? Json(1024 * kilobytes) : Json(Json::value_t::discarded)};
+  if (end == text.c_str()) return {label, text, name, Json(Json::value_t::discarded)};
+  return {label, format_bytes(1024 * kilobytes), name, Json(1024 * kilobytes)};
 }
 
 Finding cuda_devices() {

@@ -10,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "command_info.h"
 #include "command_line.h"
 #include "core/exception_text.h"
 #include "fusedmoe/runtime.h"
@@ -95,15 +96,17 @@ std::optional<DType> RankOptionsOf::dispatched() const {
 }
 
 void add_dispatch_dtype(Command& command, std::string& value) {
-  command.add_option(
-      "--dispatch-dtype", value, "DTYPE",
-      "Dtype of rows that are sent to other ranks: --dtype's, or that of the activations "
-      "(e4m3, i8, e2m1); default: what the experts read");
+  command.add_option("--dispatch-dtype", value, "DTYPE",
+                     "Dtype of rows that are sent to other ranks: that of the hidden states, or of "
+                     "the activations "
+                     "(e4m3, i8, e2m1); default: what the experts read");
 }
 
 std::optional<DType> parse_dispatch_dtype(const std::string& text) {
   if (text.empty()) return std::nullopt;
-  const std::optional<DType> dtype = parse_dtype(text);
+  const std::vector<std::string> words = find_kind("DTYPE")->words();
+  const bool is_word = std::find(words.begin(), words.end(), text) != words.end();
+  const std::optional<DType> dtype = is_word ? parse_dtype(text) : std::nullopt;
   if (!dtype) throw Error("--dispatch-dtype", text, "f32, bf16, f16, e4m3, i8 or e2m1");
   return dtype;
 }

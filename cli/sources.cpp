@@ -47,7 +47,10 @@ Checkpoint open_checkpoint(const std::string& path, const std::string& family) {
 
 std::vector<std::int64_t> moe_layers_of(const Checkpoint& checkpoint, const std::string& path) {
   std::vector<std::int64_t> layers = checkpoint.moe_layers();
-  if (layers.empty()) throw Error::invalid(path, fmt::format("{} has no MoE layers", path));
+  if (layers.empty())
+    throw Error::invalid(
+        path,
+        fmt::format("{} has no MoE layers: none of its files holds a tensor of an expert", path));
   return layers;
 }
 

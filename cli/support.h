@@ -27,6 +27,16 @@ DType parse_float_dtype(const std::string& text);
 
 /// The whole text of a file; throws Error.
 std::string read_text(const std::string& path);
+/// What `parse` makes of the text of a file. Its errors name the file.
+template <typename Parse>
+auto parsed(const std::string& path, Parse parse) {
+  const std::string text = read_text(path);
+  try {
+    return parse(text);
+  } catch (const Error& error) {
+    throw error.within(path);
+  }
+}
 
 /// Writes a whole text file; throws Error.
 void write_text(const std::string& path, const std::string& text);

@@ -303,7 +303,8 @@ void add_bench(Program& program) {
   command
       .add_option(
           "--scheme", options->schemes, "SCHEME",
-          "Schemes, or all; default: as published; bf16; on ranks one, default: that of --dtype")
+          "Schemes, or all; default: the published one of --model, bf16 for --shape; on ranks one, "
+          "default: that of --dtype")
       .list();
   command
       .add_option("--tokens", options->tokens, "N",

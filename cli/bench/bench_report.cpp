@@ -158,24 +158,27 @@ void print_json(const std::vector<ReportRow>& rows) {
   nlohmann::ordered_json all = nlohmann::ordered_json::array();
   for (const ReportRow& row : rows) {
     const BenchRow& r = row.result;
+    const auto measured = [&](double value) {  // null without samples, which is no time of 0
+      return r.samples > 0 ? nlohmann::ordered_json(value) : nlohmann::ordered_json();
+    };
     all.push_back({{"model", row.model},
                    {"scheme", row.scheme},
                    {"dtype", row.dtype},
                    {"experts", row.implementation},
                    {"num_tokens", r.num_tokens},
                    {"kernel_config", r.kernel_config},
-                   {"distinct_experts", r.distinct_experts},
-                   {"median_ms", r.median_ms},
-                   {"min_ms", r.min_ms},
-                   {"p99_ms", r.p99_ms},
-                   {"gflops", r.gflops},
-                   {"weight_bytes", r.weight_bytes},
-                   {"weight_gbytes_per_s", r.gbytes},
-                   {"machine_read_gbytes_per_s", r.read_gbytes},
+                   {"distinct_experts", measured(r.distinct_experts)},
+                   {"median_ms", measured(r.median_ms)},
+                   {"min_ms", measured(r.min_ms)},
+                   {"p99_ms", measured(r.p99_ms)},
+                   {"gflops", measured(r.gflops)},
+                   {"weight_bytes", measured(r.weight_bytes)},
+                   {"weight_gbytes_per_s", measured(r.gbytes)},
+                   {"machine_read_gbytes_per_s", measured(r.read_gbytes)},
                    {"dot_products", r.dot_products},
-                   {"machine_gflops", r.peak_gflops},
-                   {"floor_ms", r.floor_ms},
-                   {"time_over_floor", r.ratio},
+                   {"machine_gflops", measured(r.peak_gflops)},
+                   {"floor_ms", measured(r.floor_ms)},
+                   {"time_over_floor", measured(r.ratio)},
                    {"relative_error", r.relative_error},
                    {"samples", r.samples},
                    {"dropped_samples", r.dropped},

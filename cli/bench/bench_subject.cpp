@@ -23,7 +23,11 @@ BenchSubject parse_shape(const std::string& text) {
     }
     begin = rest + 1;
   }
-  model.router.validate();
+  try {
+    model.router.validate();
+  } catch (const Error& error) {
+    throw Error::invalid("--shape", "--shape " + text + ": " + error.what());
+  }
   return subject;
 }
 

@@ -69,7 +69,9 @@ class CpuBench final : public LayerBench {
 void summarize(std::vector<Sample> samples, const BenchWork& work, BenchRow& row) {
   row.samples = static_cast<std::int64_t>(samples.size());
   if (samples.empty()) {
-    row.note = "no sample between two equal probes: the machine is not at rest";
+    row.note =
+        "no sample between two equal probes: the machine is not at rest, or --max-seconds is too "
+        "short";
     return;
   }
   std::vector<double> ratios;

@@ -94,9 +94,12 @@ nlohmann::ordered_json step_json(const SimulatedLayer& layer, const SimulatedSte
 
 void print_notes(const RankCosts& costs) {
   fmt::print(
-      "\nOf each number that of the rank with most. inside, between: MB of dispatch that leave or "
-      "reach a rank, within its host and from others. balance: rows of the busiest rank over the "
-      "mean. step: dispatch, experts and combine one after the other.\n");
+      "\nEach number is that of the rank that has the most.\n"
+      "step: dispatch, experts and combine, one after the other.\n"
+      "inside, between: MB of dispatch that a rank sends or gets, whichever is more, within its "
+      "host "
+      "and between hosts.\n"
+      "balance: rows of the busiest rank over the mean.\n\n");
   const auto link = [](const char* what, const LinkCost& cost) {
     fmt::print("{}: {:.1f} us and {:.1f} GB/s ({})\n", what, cost.floor_us,
                1e-3 * cost.bytes_per_us, cost.source);
@@ -121,7 +124,11 @@ std::vector<SimulatedRow> make_rows(const Options& options, const RankCosts& cos
     const ExpertPlacement placement =
         options.placement.empty()
             ? ExpertPlacement::linear(model.router.num_experts, static_cast<int>(ranks))
-            : ExpertPlacement::parse(read_text(options.placement));
+            : parsed(options.placement, ExpertPlacement::parse);
+    if (placement.num_experts() != model.router.num_experts) {
+      throw Error("--placement", fmt::format("one of {} experts", placement.num_experts()),
+                  fmt::format("of the {} of the layer", model.router.num_experts));
+    }
     if (placement.num_ranks() != ranks) {
       throw Error("--placement", fmt::format("one of {} ranks", placement.num_ranks()),
                   fmt::format("of the {} of --ep", ranks));
@@ -157,7 +164,7 @@ void print_simulation(const std::string& name, const RankCosts& costs,
 
 void run(const Options& options) {
   const RankCosts costs =
-      options.costs.empty() ? default_rank_costs() : RankCosts::parse(read_text(options.costs));
+      options.costs.empty() ? default_rank_costs() : parsed(options.costs, RankCosts::parse);
   for (const BenchSubject& subject : options.subjects.get()) {
     const std::vector<SimulatedRow> rows = make_rows(options, costs, subject.model);
     (options.json ? print_simulation_json : print_simulation)(subject.name, costs, rows);

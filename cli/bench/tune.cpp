@@ -131,9 +131,9 @@ TunedConfig key_of(const BenchOptions& options, const Selection& selection) {
 void check_has_kernel_configs(const Selection& selection) {
   const ModularKernel kernel = selection.create({});
   if (!kernel.experts().kernel_configs(ProblemSize::of(selection.config, 1)).empty()) return;
-  throw Error::invalid("--experts", fmt::format("experts {} have no kernel configurations to "
-                                                "choose from",
-                                                selection.experts->name()));
+  throw Error::invalid("experts", fmt::format("tune needs a GPU: experts {} have no kernel "
+                                              "configurations to choose from",
+                                              selection.experts->name()));
 }
 
 void tune(const TuneOptions& options, const BenchSubject& subject, const std::string& path,
@@ -215,7 +215,7 @@ void add_tune(Program& program) {
       "tune", "Measure the kernel configurations of a model's experts and keep the fastest");
   options->subjects.add_to(command);
   command.add_option("--scheme", options->scheme, "SCHEME",
-                     "Of the experts; default: as published; bf16");
+                     "Of the experts; default: the published one of --model, bf16 for --shape");
   command
       .add_option("--tokens", options->tokens, "N",
                   "Numbers of tokens; default: powers of two up to 8192")

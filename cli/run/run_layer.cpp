@@ -55,8 +55,18 @@ LayerWeights load_weights(const RunOptions& options, const Checkpoint& checkpoin
   };
   if (wanted.weights != stored.weights || wanted.down != stored.down || is_static(wanted) ||
       is_static(stored)) {
+    std::vector<std::string> others;  // that a change of dynamic activations makes of it
+    for (const NamedScheme& other : named_schemes()) {
+      if (other.scheme.weights == stored.weights && other.scheme != stored &&
+          !is_static(other.scheme)) {
+        others.push_back(other.name);
+      }
+    }
     throw Error("--scheme", options.scheme,
-                fmt::format("a scheme that differs from {} in dynamic activations", name(stored)));
+                others.empty() || is_static(stored)
+                    ? fmt::format("left out: the weights of {} go with no other", name(stored))
+                    : fmt::format("one that has the weights of {}: {}", name(stored),
+                                  fmt::join(others, ", ")));
   }
   weights.experts.scheme = wanted;
   weights.experts.scheme_source = "--scheme";

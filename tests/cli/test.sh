@@ -40,7 +40,7 @@ case $situation in
     succeeds run --checkpoint mx --input plain/input.safetensors --output y.safetensors \
       --scheme mxfp4:ocp
     says 'mxfp4 '
-    refuses '^error: --scheme: was mxfp8; must be a scheme that differs from mxfp4:even' run \
+    refuses '^error: --scheme: was mxfp8; must be one that has the weights of mxfp4:even: ' run \
       --checkpoint mx --input plain/input.safetensors --output y.safetensors --scheme mxfp8
     wrong '^error: --calibrate cannot be used with scheme int4_g32: it has no static' quantize \
       --checkpoint plain --scheme int4_g32 --calibrate nofile --output other
@@ -104,9 +104,15 @@ COSTS
     succeeds "${plan[@]}" --ep 4 --routing ids.safetensors --placement moved.json
     wrong '^error: --placement: was one of 4 ranks; must be of the 8 of --ep$' "${plan[@]}" --ep 8 \
       --placement moved.json
+    wrong '^error: --placement: was one of 16 experts; must be of the 8 of the layer$' simulate \
+      --shape 64x64x8x2 --ep 4 --placement moved.json
+    refuses '^error: costs.json: placement.between_hosts is no member of a placement$' "${plan[@]}" --ep 4 \
+      --placement costs.json
+    wrong '^error: --dispatch-dtype: was f64; must be f32, ' "${plan[@]}" --ep 4 --dispatch-dtype f64
+    wrong '^error: --shape 64x64x8x9: router.topk: was 9; ' simulate --shape 64x64x8x9 --ep 4
     wrong '^error: --hosts: was 3; must be a divisor of the number of ranks, 4$' "${plan[@]}" --ep 4 --hosts 3
     echo '{"dispatch": {"floor_us": 1}}' >half.json
-    refuses '^error: dispatch.gigabytes_per_second: was missing; must be a number above 0$' \
+    refuses '^error: half.json: dispatch.gigabytes_per_second: was missing; must be a number above 0$' \
       simulate --shape 64x64x16x2 --ep 2 --costs half.json
     wrong '^error: --rows-only cannot be used with --calibrate$' bench "${small[@]}" --ep 2 --tokens 1,8 --rows-only \
       --calibrate other.json
@@ -272,6 +278,9 @@ COSTS
     succeeds "${small[@]}" --scheme all --md --tokens 1 --load --heat-map
     says '^\| +64x64x8x2 \| +nvfp4 \|'
     ! grep -q nan out || fail "nan"
+    # Whether a sample is kept or none: no time is 0.
+    succeeds bench --shape 64x64x8x2 --min-samples 1 --max-seconds 0.001 --tokens 1,2,3,4 --json
+    ! grep -Eq '"(median_ms|floor_ms)": 0\.0,' out || fail "a time of 0"
     succeeds bench --shape 64x64x1x1 --min-samples 1 --max-seconds 0.05 --tokens 1,3
     says '^ *model +scheme +dtype .* samples$'  # all columns where no terminal sets a limit
     says '^64x64x1x1 '
@@ -335,6 +344,7 @@ COSTS
     succeeds doctor
     says '^instruction set +[a-z]'
     says '^cuda +(none: |cuda:0 )'
+    says '^memory +[0-9.]+ GB$'
     FUSEDMOE_CPU_ISA=generic succeeds doctor --json
     says '"instruction_set":"generic".*"threads":[0-9]+,.*"memory_bytes":[0-9]+,'
     says '"numa_nodes":\[.*"cuda":\{"summary":".*"devices":\[.*"tuned_configurations":\{"count":'
@@ -349,7 +359,7 @@ COSTS
     echo 0-8191 >nodes/node7/cpulist
     echo >nodes/node0/cpulist
     FUSEDMOE_NUMA_NODES=nodes succeeds doctor
-    says '^numa nodes +7 \([0-9]+ CPUs\)$'
+    says '^numa nodes +node 7 \([0-9]+ CPUs\)$'
     FUSEDMOE_NUMA_NODES='' succeeds doctor
     says '^numa nodes +none known$'
     succeeds doctor --comm

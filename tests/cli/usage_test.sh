@@ -49,7 +49,18 @@ case $situation in
     wrong '^error: --dispatch-dtype needs several ranks' run --checkpoint x --dispatch-dtype e4m3
     wrong '^error: --seed: was -1; must not be negative$' run --checkpoint x --seed -1
     wrong '^error: unexpected argument: more$' doctor more
+    wrong '^error: unexpected argument: model; did you mean --checkpoint model\?$' run model
+    wrong '^error: unexpected argument: model; did you mean --checkpoint model\?$' explain --tokens 3 \
+      --json model
+    wrong '^error: unknown option --checkpoint; write fusedmoe inspect PATH$' inspect --checkpoint model
+    wrong '^error: PATH is required$' inspect
+    wrong '^error: --tokens: was many; must be a number$' run --checkpoint x --tokens many
     wrong '^error: --scheme fp9: no such name' explain --model gpt-oss-20b --scheme fp9
+    wrong '^error: --scheme fp8: .*; did you mean one of fp8_tensor, .*fp8_block_w8a16\?$' explain \
+      --model gpt-oss-20b --scheme fp8
+    wrong '^error: family: was "qwen3moe"; .*; did you mean qwen3_moe\?$' families qwen3moe
+    refuses '^error: tune needs a GPU: experts cpu have no kernel configurations' tune \
+      --model gpt-oss-20b --device cpu
     refuses '^error: cannot open nowhere' inspect nowhere
     "$program" inspect nowhere 2>err || [[ $? -eq 1 ]] || fail "not exit status 1"
     # A command names the variables that concern it.
