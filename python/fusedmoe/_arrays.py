@@ -21,6 +21,10 @@ _ML_DTYPES = {
 }
 Array = Any
 """An array of NumPy, PyTorch, CuPy, JAX or anything else with DLPack, or a Tensor."""
+DTypeLike = Any
+"""A name, as "f32" or "bf16", or a dtype of PyTorch or NumPy."""
+DeviceLike = Any
+"""A name, as "cpu" or "cuda:0", or a device of PyTorch."""
 Path = Union[str, os.PathLike[str]]
 """Of a file or a folder."""
 _TORCH_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
@@ -151,11 +155,24 @@ def invalid(argument: str, message: str) -> ValueError:
 
 
 def checked(settings: Mapping[str, Any], known: FrozenSet[str], kind: str) -> Dict[str, Any]:
-    """The settings that are not None. Raises TypeError for a name that is not known."""
+    """The settings that are not None, dtypes and devices by their names. Raises TypeError for a
+    setting that is not known."""
     unknown = sorted(set(settings) - known)
     if unknown:
         raise TypeError(f"no {kind} {unknown[0]!r}; there are: {', '.join(sorted(known))}")
-    return given(settings)
+    return {key: _name(value) for key, value in given(settings).items()}
+
+
+def _name(value: Any) -> Any:
+    """The name of a dtype or device of PyTorch or a dtype of NumPy; all else as it is."""
+    kind = type(value)
+    if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device"):
+        return str(value).removeprefix("torch.")
+    if kind.__module__ == "numpy.dtypes":
+        return value.name
+    if kind is type and value.__module__ == "numpy":
+        return value.__name__
+    return value
 
 
 def given(settings: Mapping[str, Any]) -> Dict[str, Any]:

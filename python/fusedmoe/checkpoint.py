@@ -11,7 +11,8 @@ from .options import CheckpointInfo
 
 
 class Checkpoint:
-    """A folder with config.json and *.safetensors, or one safetensors file. Reads headers only.
+    """A folder with config.json and *.safetensors, one safetensors file whose metadata has the
+    config, or a GGUF file. Reads headers only.
 
     Args:
         path: the folder or the file.

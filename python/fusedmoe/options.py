@@ -6,7 +6,7 @@ Annotations are types here, not texts that takes() would have to read at each im
 import inspect
 from typing import Any, Callable, FrozenSet, List, Optional, TypedDict, TypeVar
 
-from ._arrays import Array, Path
+from ._arrays import Array, DeviceLike, DTypeLike, Path
 from .ranks import Communicator
 
 
@@ -14,8 +14,8 @@ class LayerOptions(TypedDict, total=False):
     """Options of a layer. None, or not given: the default.
 
     Attributes:
-        device: "cpu" (default) or "cuda:0".
-        dtype: of hidden states, "bf16" (default), "f32" or "f16".
+        device: "cpu" (default) or "cuda:0", or a device of PyTorch.
+        dtype: of hidden states, "bf16" (default), "f32" or "f16", or a dtype of PyTorch or NumPy.
         output_dtype: dtype (default) or "f32".
         require: an implementation by name, or an error.
         plan: `plan_json` of another layer, exactly that or an error.
@@ -50,9 +50,9 @@ class LayerOptions(TypedDict, total=False):
         drop_rows: drop those that do not fit, instead of an error.
     """
 
-    device: Optional[str]
-    dtype: Optional[str]
-    output_dtype: Optional[str]
+    device: Optional[DeviceLike]
+    dtype: Optional[DTypeLike]
+    output_dtype: Optional[DTypeLike]
     require: Optional[str]
     plan: Optional[str]
     batch_invariant: Optional[bool]
@@ -74,8 +74,8 @@ class LayerOptions(TypedDict, total=False):
     placement: Optional[str]
     nearest_replica: Optional[bool]
     combine: Optional[str]
-    combine_dtype: Optional[str]
-    dispatch_dtype: Optional[str]
+    combine_dtype: Optional[DTypeLike]
+    dispatch_dtype: Optional[DTypeLike]
     receive_capacity: Optional[int]
     drop_rows: Optional[bool]
 
@@ -121,8 +121,8 @@ class SharedExperts(ExpertSettings, total=False):
 class DeviceConfig(TypedDict, total=False):
     """Where a layer of a checkpoint would run; explain() says what they mean."""
 
-    dtype: Optional[str]
-    device: Optional[str]
+    dtype: Optional[DTypeLike]
+    device: Optional[DeviceLike]
     compute_capability: Optional[int]
     require: Optional[str]
 

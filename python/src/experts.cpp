@@ -54,22 +54,34 @@ void PyPackCache::run(const FusedExpertsArgs& args, Kept& weights, std::vector<K
 
 struct Member {
   const char* name;
+  const char* argument;  ///< what the library calls it
   Tensor ExpertWeights::Stacked::*member;
 };
 
 /// vLLM's names.
 constexpr std::array<Member, 10> kMembers{{
-    {"w1_scale", &ExpertWeights::Stacked::w13_scales},
-    {"w1_zp", &ExpertWeights::Stacked::w13_zero_points},
-    {"w1_global_scale", &ExpertWeights::Stacked::w13_global_scales},
-    {"a1_scale", &ExpertWeights::Stacked::w13_input_scales},
-    {"w1_bias", &ExpertWeights::Stacked::w13_bias},
-    {"w2_scale", &ExpertWeights::Stacked::w2_scales},
-    {"w2_zp", &ExpertWeights::Stacked::w2_zero_points},
-    {"w2_global_scale", &ExpertWeights::Stacked::w2_global_scales},
-    {"a2_scale", &ExpertWeights::Stacked::w2_input_scales},
-    {"w2_bias", &ExpertWeights::Stacked::w2_bias},
+    {"w1_scale", "w13_scales", &ExpertWeights::Stacked::w13_scales},
+    {"w1_zp", "w13_zero_points", &ExpertWeights::Stacked::w13_zero_points},
+    {"w1_global_scale", "w13_global_scales", &ExpertWeights::Stacked::w13_global_scales},
+    {"a1_scale", "w13_input_scales", &ExpertWeights::Stacked::w13_input_scales},
+    {"w1_bias", "w13_bias", &ExpertWeights::Stacked::w13_bias},
+    {"w2_scale", "w2_scales", &ExpertWeights::Stacked::w2_scales},
+    {"w2_zp", "w2_zero_points", &ExpertWeights::Stacked::w2_zero_points},
+    {"w2_global_scale", "w2_global_scales", &ExpertWeights::Stacked::w2_global_scales},
+    {"a2_scale", "w2_input_scales", &ExpertWeights::Stacked::w2_input_scales},
+    {"w2_bias", "w2_bias", &ExpertWeights::Stacked::w2_bias},
 }};
+
+}  // namespace
+
+std::string_view python_name(std::string_view argument) {
+  for (const Member& member : kMembers) {
+    if (argument == member.argument) return member.name;
+  }
+  return argument;
+}
+
+namespace {
 
 std::string_view name_of(GateUpLayout layout) {
   constexpr std::string_view kNames[] = {"gate_up", "up_gate", "interleaved"};

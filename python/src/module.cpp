@@ -37,8 +37,11 @@ PyObject* exception_of(ErrorKind kind) {
 /// The exception of the kind, with the argument at fault as its attribute.
 void raise(const Error& error) {
   PyObject* type = exception_of(error.kind());
-  nb::object exception = nb::borrow(type)(error.what());
-  exception.attr("argument") = error.argument();
+  const std::string argument(python_name(error.argument()));
+  std::string text = error.what();
+  if (text.starts_with(error.argument())) text.replace(0, error.argument().size(), argument);
+  nb::object exception = nb::borrow(type)(text);
+  exception.attr("argument") = argument;
   exception.attr("fault") = std::string(name(error.fault()));
   exception.attr("reason") = std::string(code(error.reason()));
   PyErr_SetObject(type, exception.ptr());

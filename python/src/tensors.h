@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -40,7 +41,11 @@ template <typename T>
 T get(const nb::dict& dict, const char* key, T otherwise) {
   const nb::object value = item(dict, key);
   if (!value.is_none() && !nb::try_cast(value, otherwise)) {
-    throw Error(key, nb::cast<std::string>(nb::str(value.type())), "of the documented type");
+    constexpr const char* kKind = std::is_same_v<T, bool>       ? "True or False"
+                                  : std::is_integral_v<T>       ? "a whole number"
+                                  : std::is_floating_point_v<T> ? "a number"
+                                                                : "a text";
+    throw Error(key, "of type " + nb::cast<std::string>(value.type().attr("__name__")), kKind);
   }
   return otherwise;
 }

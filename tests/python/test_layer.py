@@ -81,8 +81,27 @@ def test_a_layer_is_a_cache_of_experts(problem, tmp_path):
         cache.repack(0, problem.w13[6:7], problem.w2[6:7], {"w1_scales": problem.gate})
     whole.save_packed(tmp_path / "packed")
     mapped = make(8, None, packed_weights=tmp_path / "packed")
-    with pytest.raises(ValueError, match="mapped"):
+    with pytest.raises(ValueError, match="mapped.*packed_read"):
         mapped.repack(0, problem.w13[6:7], problem.w2[6:7])
+
+
+def test_options_and_errors_speak_python(problem):
+    def make(**options):
+        return fusedmoe.MoELayer.from_tensors(problem.w13, problem.w2, topk=2, **options)
+
+    for dtype in ("f32", "float32", np.float32, np.dtype("float32")):
+        assert make(dtype=dtype).info["dtype"] == "f32"
+    for options, text in (
+        ({"dtype": 3}, "dtype: was of type int; must be a text"),
+        ({"num_threads": "2"}, "num_threads: was of type str; must be a whole number"),
+        ({"weights": {"scheme": "fp8_block"}}, "w1_scale: was undefined; must be given for fp8_block"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            make(**options)
+        assert str(caught.value) == text and caught.value.argument == text.split(":")[0]
+    layer = make(dtype="f32")
+    with pytest.raises(ValueError, match=r"hidden_states: was f32 \[5, 32\]; must be f32 \[any, 64\]$"):
+        layer.forward_routed(problem.x[:, :32].copy(), problem.weights, problem.ids)
 
 
 def test_shared_experts_are_added(problem):
