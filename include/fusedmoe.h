@@ -142,7 +142,8 @@ typedef struct fusedmoe_executor {
 } fusedmoe_executor;
 
 /* ------------------------------------------------------------------------------------------------
- * Checkpoints: a folder with config.json and *.safetensors, or one safetensors file. */
+ * Checkpoints: a folder with config.json and *.safetensors, one safetensors file whose metadata key
+ * `config` holds the config, or a GGUF file (of several: any). */
 
 typedef struct fusedmoe_checkpoint fusedmoe_checkpoint;
 

@@ -188,15 +188,22 @@ bool is_activation_dtype(DType dtype) {
 
 namespace {
 
+/// "[any, 256]": -1 stands for any extent.
+std::string with_any(const Shape& shape) {
+  std::string text = to_string(shape);
+  for (std::size_t at = text.find("-1"); at != std::string::npos; at = text.find("-1", at)) {
+    text.replace(at, 2, "any");
+  }
+  return text;
+}
+
 void check_shape(const TensorView& view, std::string_view argument, DType dtype,
                  const Shape& shape) {
   bool fits = view.rank() == shape.rank();
   for (int dim = 0; fits && dim < shape.rank(); ++dim) {
     fits = shape[dim] == -1 || shape[dim] == view.size(dim);
   }
-  const auto wanted = [&] {
-    return core::format("{} {} (-1: any)", name(dtype), to_string(shape));
-  };
+  const auto wanted = [&] { return core::format("{} {}", name(dtype), with_any(shape)); };
   FUSEDMOE_CHECK_FAULT(view.defined(), kNull, argument, describe(view), wanted());
   FUSEDMOE_CHECK_FAULT(view.dtype() == dtype, kDType, argument, describe(view), wanted());
   FUSEDMOE_CHECK_FAULT(fits, kShape, argument, describe(view), wanted());

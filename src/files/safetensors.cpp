@@ -37,9 +37,10 @@ SafetensorsContents read(std::span<const unsigned char> bytes, const std::string
     header_bytes |= static_cast<std::uint64_t>(file_bytes[i]) << (8 * i);
   }
   const auto length_label = [&] { return label + ": header length"; };
-  FUSEDMOE_CHECK_FILE(header_bytes >= 2 && header_bytes <= files::kMaxHeaderBytes, length_label(),
-                      core::to_string(header_bytes),
-                      core::format("from 2 to {} in a safetensors file", files::kMaxHeaderBytes));
+  FUSEDMOE_CHECK_FILE(
+      header_bytes >= 2 && header_bytes <= files::kMaxHeaderBytes, length_label(),
+      core::to_string(header_bytes),
+      core::format("from 2 to {}, or this is no safetensors file", files::kMaxHeaderBytes));
   FUSEDMOE_CHECK_FILE(header_bytes <= size - kLengthBytes, length_label(),
                       core::to_string(header_bytes),
                       core::format("at most {}, what is left of the file", size - kLengthBytes));

@@ -212,8 +212,9 @@ PackedWeights::Info info_of_one(PackedWeights::Info packed) {
 void check_writable(const PackedWeights::Info& packed) {
   if (!packed.read_only) return;
   throw Error::invalid("packed",
-                       "packed is mapped from a file, which nobody may write to: load it with "
-                       "FileAccess::kRead to replace experts");
+                       "packed is mapped from a file, which nobody may write to: read the file "
+                       "instead (FileAccess::kRead, in C and Python packed_read) to replace "
+                       "experts");
 }
 
 void check_one_expert(const PackedWeights::Info& packed, std::int64_t expert,

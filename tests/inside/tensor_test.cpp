@@ -170,10 +170,10 @@ TEST(CheckTest, TensorOfAnotherKindIsNamed) {
   const TensorView view(memory, DType::kF32, {2, 3});
   EXPECT_NO_THROW(core::check_tensor(view, "x", DType::kF32, {-1, 3}));
   try {
-    core::check_tensor(view, "x", DType::kF32, {2, 4});
+    core::check_tensor(view, "x", DType::kF32, {-1, 4});
     FAIL();
   } catch (const Error& error) {
-    EXPECT_STREQ(error.what(), "x: was f32 [2, 3]; must be f32 [2, 4] (-1: any)");
+    EXPECT_STREQ(error.what(), "x: was f32 [2, 3]; must be f32 [any, 4]");
   }
   EXPECT_THROW(core::check_tensor(view, "x", DType::kBF16, {2, 3}), Error);
   EXPECT_THROW(core::check_tensor(TensorView(), "x", DType::kF32, {2, 3}), Error);
