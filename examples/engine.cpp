@@ -21,7 +21,7 @@ using namespace fusedmoe;
 constexpr std::int64_t kExperts = 8, kTopk = 2, kHidden = 256, kIntermediate = 128, kTokens = 4;
 
 /// The engine's threads, as far as the library sees them. cancel() ends the forward that runs: it
-/// throws Cancelled, its output is then worthless, and the next forward starts afresh.
+/// throws Cancelled, its output is what it was before, and the next forward starts afresh.
 struct Cancelled : std::exception {
   const char* what() const noexcept override { return "cancelled"; }
 };
