@@ -70,8 +70,7 @@ const std::vector<Kind>& kinds() {
       {"EXPERTS",
        "an implementation: cpu, sm90 (Hopper GPUs), sm80 (GPUs since Ampere) or reference (slow, "
        "the specification); behind a + also how rows reach it: cpu+no_ep, cpu+batched, "
-       "cpu+all2all, "
-       "cpu+allgather_reducescatter",
+       "cpu+all2all, cpu+allgather_reducescatter",
        false, experts_names},
       {"FAMILY",
        "how a model's tensors are named: a name that `fusedmoe families` lists, or a JSON file "
