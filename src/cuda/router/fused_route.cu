@@ -98,8 +98,8 @@ __device__ void route_and_permute(const FusedParams& p, const FusedMemory& memor
     for (int e = thread; e < route.num_experts; e += kThreads) route.counts[e] += load[e];
   }
   __syncthreads();
-  sort_few_slots<false>(p.data, memory.scratch, rank, num_ranks,
-                        [&](std::int64_t slot) { return memory.experts[slot]; });
+  sort_few_slots<RowKind::kCopy>(p.data, memory.scratch, rank, num_ranks,
+                                 [&](std::int64_t slot) { return memory.experts[slot]; });
 }
 
 /// One cluster, launched without overlap: everything before has completed.

@@ -54,6 +54,7 @@ bool launch_copy(const PermuteRows& args, const Stream& stream) {
 }
 
 /// Warps share the spans of a token's row among themselves and blockIdx.y.
+template <RowKind kKind>
 __global__ void __launch_bounds__(kThreads) quantize_permuted_kernel(const PermuteRows p) {
   const RowTransform& t = p.rows;
   const std::int64_t token = blockIdx.x;
@@ -61,22 +62,23 @@ __global__ void __launch_bounds__(kThreads) quantize_permuted_kernel(const Permu
   const int warp = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x / 32);
   let_next_launch_begin();
   wait_for_previous_launch();
-  const float scale = scale_of_row<kWarps>(t, token);
+  const float scale = scale_of_row<kKind, kWarps>(t, token);
   const int step = static_cast<int>(gridDim.y) * kWarps * kSpanUnits;
   for (int first = warp * kSpanUnits; first < units_of(t); first += step) {
     const uint4 raw = read_unit(t, token, first + lane);
     Converted value{};
-    if (!t.differ_by_expert()) value = convert_unit(t, raw, 0, scale);
+    if (!t.differ_by_expert()) value = convert_unit<kKind>(t, raw, 0, scale);
     for (int j = 0; j < static_cast<int>(p.topk); ++j) {
       const std::int64_t slot = token * p.topk + j, row = p.slot_to_row[slot];
       if (row < 0) continue;
       if (t.differ_by_expert())
-        value = convert_unit(t, raw, p.local_experts(p.topk_ids[slot]), scale);
-      write_unit(t, row, first + lane, value);
+        value = convert_unit<kKind>(t, raw, p.local_experts(p.topk_ids[slot]), scale);
+      write_unit<kKind>(t, row, first + lane, value);
     }
   }
 }
 
+template <RowKind kKind>
 __global__ void __launch_bounds__(kThreads) transform_rows_kernel(const TransformRows p) {
   const RowTransform& t = p.rows;
   let_next_launch_begin();
@@ -86,16 +88,16 @@ __global__ void __launch_bounds__(kThreads) transform_rows_kernel(const Transfor
   const int expert = t.differ_by_expert() ? expert_of_row(p, row) : 0;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int warp = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x / 32);
-  const float scale = scale_of_row<kWarps>(t, row);
+  const float scale = scale_of_row<kKind, kWarps>(t, row);
   const int step = static_cast<int>(gridDim.y) * kWarps * kSpanUnits;
   for (int first = warp * kSpanUnits; first < units_of(t); first += step) {
-    write_unit(t, row, first + lane,
-               convert_unit(t, read_unit(t, row, first + lane), expert, scale));
+    write_unit<kKind>(t, row, first + lane,
+                      convert_unit<kKind>(t, read_unit(t, row, first + lane), expert, scale));
   }
 }
 
 /// The same of many narrow rows: a warp for each, which keeps the whole row in registers.
-template <int kSpans>
+template <RowKind kKind, int kSpans>
 __global__ void __launch_bounds__(kThreads) transform_narrow_rows_kernel(const TransformRows p) {
   const RowTransform& t = p.rows;
   let_next_launch_begin();
@@ -107,11 +109,12 @@ __global__ void __launch_bounds__(kThreads) transform_narrow_rows_kernel(const T
 #pragma unroll
   for (int s = 0; s < kSpans; ++s) units[s] = read_unit(t, row, s * kSpanUnits + lane);
   const float scale =
-      t.has_row_scales() ? row_scale(t, amax_of_units(t, units)) : scale_of_row(t, row);
+      t.has_row_scales() ? row_scale<kKind>(amax_of_units(t, units)) : scale_of_row<kKind>(t, row);
   const int expert = t.differ_by_expert() ? expert_of_row(p, row) : 0;
 #pragma unroll
   for (int s = 0; s < kSpans; ++s) {
-    write_unit(t, row, s * kSpanUnits + lane, convert_unit(t, units[s], expert, scale));
+    write_unit<kKind>(t, row, s * kSpanUnits + lane,
+                      convert_unit<kKind>(t, units[s], expert, scale));
   }
 }
 
@@ -133,7 +136,7 @@ __global__ void __launch_bounds__(kThreads) amax_of_rows_kernel(const TransformR
 }
 
 bool needs_amax(const RowTransform& rows) {
-  return rows.kind == RowTransform::Kind::kFp8 && rows.fp8.scale == Fp8Quantizer::Scale::kTensor;
+  return rows.makes_codes() && rows.fp8.scale == Fp8Quantizer::Scale::kTensor;
 }
 dim3 amax_blocks(std::int64_t rows) {
   return dim3(static_cast<unsigned>((rows + kWarps - 1) / kWarps));
@@ -157,8 +160,10 @@ void permute_rows(const PermuteRows& args, const Stream& stream) {
       launch(amax_of_tokens_kernel, amax_blocks(args.num_tokens), dim3(kThreads), 0, stream, true,
              args.rows, args.num_tokens);
     }
-    launch(quantize_permuted_kernel, blocks_of(args.num_tokens, args.rows), dim3(kThreads), 0,
-           stream, true, args);
+    with_kind(args.rows.kind, [&](auto kind) {
+      launch(quantize_permuted_kernel<kind()>, blocks_of(args.num_tokens, args.rows),
+             dim3(kThreads), 0, stream, true, args);
+    });
     return;
   }
   launch_copy<uint4>(args, stream) || launch_copy<std::uint32_t>(args, stream) ||
@@ -177,14 +182,16 @@ void transform_rows(const TransformRows& args, bool overlap_previous, const Stre
     launch(kernel, dim3(static_cast<unsigned>((args.num_rows + kWarps - 1) / kWarps)),
            dim3(kThreads), 0, stream, overlap_previous, args);
   };
-  if (args.num_rows < kManyRows || args.rows.row_bytes > 8 * kSpanBytes) {
-    launch(transform_rows_kernel, blocks_of(args.num_rows, args.rows), dim3(kThreads), 0, stream,
-           overlap_previous, args);
-  } else if (args.rows.row_bytes > 4 * kSpanBytes) {
-    launch_narrow(transform_narrow_rows_kernel<8>);
-  } else {
-    launch_narrow(transform_narrow_rows_kernel<4>);
-  }
+  with_kind(args.rows.kind, [&](auto kind) {
+    if (args.num_rows < kManyRows || args.rows.row_bytes > 8 * kSpanBytes) {
+      launch(transform_rows_kernel<kind()>, blocks_of(args.num_rows, args.rows), dim3(kThreads), 0,
+             stream, overlap_previous, args);
+    } else if (args.rows.row_bytes > 4 * kSpanBytes) {
+      launch_narrow(transform_narrow_rows_kernel<kind(), 8>);
+    } else {
+      launch_narrow(transform_narrow_rows_kernel<kind(), 4>);
+    }
+  });
 }
 
 }  // namespace fusedmoe::cuda

@@ -42,15 +42,15 @@ __device__ void prefetch_rows(const RoutingDataParams& p) {
   }
 }
 
-template <bool kQuantizes>
-__global__ void __launch_bounds__(kMaxThreads) sort_few_slots_kernel(const RoutingDataParams p) {
+template <RowKind kKind>
+__global__ void __launch_bounds__(kMaxThreads, 1) sort_few_slots_kernel(const RoutingDataParams p) {
   extern __shared__ int memory[];
   const int rank = static_cast<int>(blockIdx.x), num_ranks = static_cast<int>(gridDim.x);
   let_next_launch_begin();
   zero_words(p, rank, num_ranks);
   if (p.rows.to) prefetch_rows(p);
-  sort_few_slots<kQuantizes>(p, memory, rank, num_ranks,
-                             [&](std::int64_t slot) { return expert_of_slot(p, slot); });
+  sort_few_slots<kKind>(p, memory, rank, num_ranks,
+                        [&](std::int64_t slot) { return expert_of_slot(p, slot); });
 }
 
 /// By the blocks of one cluster, each of which sorts a range of the slots, or by one block.
@@ -108,11 +108,16 @@ bool sort_slots_of(RoutingDataParams& p, const RowTransform& rows, const Stream&
   const auto threads =
       static_cast<int>(std::clamp<std::int64_t>((p.slots + 31) / 32 * 32, 256, kMaxThreads));
   p.warps = sorting_warps(p.slots, p.num_experts, threads);
-  const bool quantizes = p.rows.to && p.rows.kind != RowTransform::Kind::kCopy;
-  launch(quantizes ? sort_few_slots_kernel<true> : sort_few_slots_kernel<false>,
-         dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-         sizeof(int) * static_cast<std::size_t>(few_slots_words(p.slots, p.num_experts, p.warps)),
-         stream, false, p);
+  const auto words = static_cast<std::size_t>(few_slots_words(p.slots, p.num_experts, p.warps));
+  const auto launch_sort = [&](auto kernel) {
+    launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+           sizeof(int) * words, stream, false, p);
+  };
+  if (p.rows.to && p.rows.kind != RowKind::kCopy) {
+    with_kind(p.rows.kind, [&](auto kind) { launch_sort(sort_few_slots_kernel<kind()>); });
+  } else {
+    launch_sort(sort_few_slots_kernel<RowKind::kCopy>);
+  }
   return copy;
 }
 

@@ -74,7 +74,7 @@ __device__ inline void write_counts(const RoutingDataParams& p, const SlotCounte
 
 /// This block's share of the permuted rows, a warp at a time. Whole warps call slot_of(row) and
 /// expert_of(slot). Copies are kernels of their own: cold code takes time.
-template <bool kQuantizes, typename SlotOf, typename ExpertOf>
+template <RowKind kKind, typename SlotOf, typename ExpertOf>
 __device__ void permute_share(const RowTransform& t, int rows, int topk, int rank, int num_ranks,
                               const SlotOf& slot_of, const ExpertOf& expert_of) {
   if (!t.to) return;
@@ -82,18 +82,18 @@ __device__ void permute_share(const RowTransform& t, int rows, int topk, int ran
   const int warps = static_cast<int>(blockDim.x / 32), warp = static_cast<int>(threadIdx.x / 32);
   const int spans = (units_of(t) + kSpanUnits - 1) / kSpanUnits, count = rows * spans;
   const int step = num_ranks * warps;
-  if constexpr (kQuantizes) {
+  if constexpr (kKind != RowKind::kCopy) {
     // Spans next to each other, as the scale of a row may take all of it.
     const int share = (count + step - 1) / step, first = (rank * warps + warp) * share;
     int last_row = -1;
     float scale = 1;
     for (int i = first; i < min(first + share, count); ++i) {
       const int row = i / spans, slot = slot_of(row), unit = i % spans * kSpanUnits + lane;
+      const int expert = t.differ_by_expert() ? expert_of(slot) : 0;
       const uint4 raw = read_unit(t, slot / topk, unit);
-      if (row != last_row) scale = scale_of_row(t, slot / topk);
+      if (row != last_row) scale = scale_of_row<kKind>(t, slot / topk);
       last_row = row;
-      write_unit(t, row, unit,
-                 convert_unit(t, raw, t.differ_by_expert() ? expert_of(slot) : 0, scale));
+      write_unit<kKind>(t, row, unit, convert_unit<kKind>(t, raw, expert, scale));
     }
   } else {
     constexpr int kBatch = 4;  // reads of a lane at the same time
@@ -126,7 +126,7 @@ inline int few_slots_words(std::int64_t slots, int num_experts, int warps) {
 
 /// Up to 32 slots, by every warp on its own: it compares all of them with each other. A warp of
 /// block 0 writes a part of the routing data; all permute their rows.
-template <bool kQuantizes, typename ExpertOf>
+template <RowKind kKind, typename ExpertOf>
 __device__ void sort_warp_of_slots(const RoutingDataParams& p, int rank, int num_ranks,
                                    const ExpertOf& expert_of) {
   const int slots = static_cast<int>(p.slots), lane = static_cast<int>(threadIdx.x % 32);
@@ -143,7 +143,7 @@ __device__ void sort_warp_of_slots(const RoutingDataParams& p, int rank, int num
   for (int slot = 0; slot < slots; ++slot) {
     if (__shfl_sync(~0u, sorted, slot) == lane) slot_of_lane = slot;
   }
-  permute_share<kQuantizes>(
+  permute_share<kKind>(
       p.rows, rows, p.topk, rank, num_ranks,
       [&](int row) { return __shfl_sync(~0u, slot_of_lane, row); }, expert_of);
   if (rank > 0) return;
@@ -167,11 +167,11 @@ __device__ void sort_warp_of_slots(const RoutingDataParams& p, int rank, int num
 
 /// All of the routing data, by block 0 of num_ranks, and a share of the permuted rows by each: all
 /// sort all slots, so that none waits for another.
-template <bool kQuantizes, typename ExpertOf>
+template <RowKind kKind, typename ExpertOf>
 __device__ void sort_few_slots(const RoutingDataParams& p, int* memory, int rank, int num_ranks,
                                const ExpertOf& expert_of) {
   if (p.slots <= 32) {
-    sort_warp_of_slots<kQuantizes>(p, rank, num_ranks, expert_of);
+    sort_warp_of_slots<kKind>(p, rank, num_ranks, expert_of);
     return;
   }
   const SlotCounters counters(p.num_experts, p.warps, memory);
@@ -185,7 +185,7 @@ __device__ void sort_few_slots(const RoutingDataParams& p, int* memory, int rank
   });
   if (rank == 0) write_counts(p, counters);
   __syncthreads();
-  permute_share<kQuantizes>(
+  permute_share<kKind>(
       p.rows, counters.offsets[p.num_experts], p.topk, rank, num_ranks,
       [&](int row) { return permuted_to_slot[row]; }, expert_of);
 }

@@ -6,6 +6,8 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <type_traits>
+
 #include "cuda/device/e4m3_f16.cuh"
 #include "cuda/rows/row_quantizer.cuh"
 #include "cuda/rows/row_transform.h"
@@ -95,26 +97,45 @@ __device__ __forceinline__ float amax_of_units(const RowTransform& t,
                                       : amax(__nv_bfloat162(0.0F, 0.0F)));
 }
 
+using RowKind = RowTransform::Kind;
+/// On the host: function(kind), a constant, for kinds that are no copies.
+template <typename Function>
+void with_kind(RowKind kind, const Function& function) {
+  switch (kind) {
+    case RowKind::kQuantizeAndDecode:
+      return function(std::integral_constant<RowKind, RowKind::kQuantizeAndDecode>{});
+    case RowKind::kFp8:
+      return function(std::integral_constant<RowKind, RowKind::kFp8>{});
+    case RowKind::kFp8AsF16:
+      return function(std::integral_constant<RowKind, RowKind::kFp8AsF16>{});
+    default:
+      return function(std::integral_constant<RowKind, RowKind::kInt8>{});
+  }
+}
+
 /// What the codes of a row follow from, by its largest magnitude: of FP8 the scale, of INT8 that
 /// magnitude itself.
-__device__ __forceinline__ float row_scale(const RowTransform& t, float amax) {
-  return t.kind == RowTransform::Kind::kInt8 ? amax : core::e4m3_row_scale(amax);
+template <RowKind kKind>
+__device__ __forceinline__ float row_scale(float amax) {
+  return kKind == RowKind::kInt8 ? amax : core::e4m3_row_scale(amax);
 }
 
 /// The same of a row in memory; 1 where groups have their own. By threads as amax_of_row().
-template <int kWarps = 1>
+template <RowKind kKind, int kWarps = 1>
 __device__ __forceinline__ float scale_of_row(const RowTransform& t, std::int64_t row) {
-  if (!t.makes_codes()) return 1;
-  switch (t.fp8.scale) {
-    case Fp8Quantizer::Scale::kStatic:
-      return t.fp8.static_scale;
-    case Fp8Quantizer::Scale::kTensor:
-      return __uint_as_float(*t.fp8.amax) / core::kE4M3Max;
-    case Fp8Quantizer::Scale::kRow:
-      return row_scale(t, amax_of_row<kWarps>(t, row));
-    default:
-      return 1;
+  if constexpr (kKind >= RowKind::kFp8) {
+    switch (t.fp8.scale) {
+      case Fp8Quantizer::Scale::kStatic:
+        return t.fp8.static_scale;
+      case Fp8Quantizer::Scale::kTensor:
+        return __uint_as_float(*t.fp8.amax) / core::kE4M3Max;
+      case Fp8Quantizer::Scale::kRow:
+        return row_scale<kKind>(amax_of_row<kWarps>(t, row));
+      case Fp8Quantizer::Scale::kGroup:
+        break;
+    }
   }
+  return 1;
 }
 
 /// A unit on its way out: 16 bytes, of codes the first 8; and the scale of its codes.
@@ -196,18 +217,17 @@ __device__ __forceinline__ Converted to_int8(const RowTransform& t, const uint4&
   return {{words[0], words[1], 0, 0}, scale};
 }
 
-/// By whole warps. `row_scale`: scale_of_row().
+/// By whole warps. `row_scale`: scale_of_row(). Each kind has kernels of its own: cold code takes
+/// time.
+template <RowKind kKind>
 __device__ __forceinline__ Converted convert_unit(const RowTransform& t, const uint4& raw,
                                                   int expert, float row_scale) {
-  switch (t.kind) {
-    case RowTransform::Kind::kQuantizeAndDecode:
-      return {quantize_and_decode(t.decoded, expert, raw, ~0U), 1};
-    case RowTransform::Kind::kFp8:
-      return to_fp8(t, raw, row_scale);
-    case RowTransform::Kind::kInt8:
-      return to_int8(t, raw, row_scale);
-    default:
-      return {raw, 1};
+  if constexpr (kKind == RowKind::kQuantizeAndDecode) {
+    return {quantize_and_decode(t.decoded, expert, raw, ~0U), 1};
+  } else if constexpr (kKind == RowKind::kInt8) {
+    return to_int8(t, raw, row_scale);
+  } else {
+    return to_fp8(t, raw, row_scale);
   }
 }
 
@@ -223,23 +243,19 @@ __device__ __forceinline__ void write_as_f16(char* row, int unit, int units, con
   if (unit % 2 == 0 && unit + 1 == units) to[1] = to[3] = make_uint2(0, 0);
 }
 
-/// kMayDecode: false where rows are never `as_f16`, which saves the code.
-template <bool kMayDecode = true>
+template <RowKind kKind>
 __device__ __forceinline__ void write_unit(const RowTransform& t, std::int64_t row, int unit,
                                            const Converted& value) {
   if (unit >= units_of(t)) return;
   char* to = static_cast<char*>(t.to) + row * t.to_pitch;
-  if (!t.makes_codes()) {
+  if constexpr (kKind < RowKind::kFp8) {
     reinterpret_cast<uint4*>(to)[unit] = value.data;
-    return;
-  }
-  const uint2 codes = make_uint2(value.data.x, value.data.y);
-  if (kMayDecode && t.as_f16) {
-    write_as_f16(to, unit, units_of(t), codes);
+  } else if constexpr (kKind == RowKind::kFp8AsF16) {
+    write_as_f16(to, unit, units_of(t), make_uint2(value.data.x, value.data.y));
   } else {
-    reinterpret_cast<uint2*>(to)[unit] = codes;
+    reinterpret_cast<uint2*>(to)[unit] = make_uint2(value.data.x, value.data.y);
   }
-  if (!t.scales) return;
+  if (kKind < RowKind::kFp8 || !t.scales) return;
   if (t.fp8.scale == Fp8Quantizer::Scale::kGroup) {
     if (unit % kGroupLanes == 0) {
       t.scales[unit / kGroupLanes * t.scale_pitch + row] = value.scale;

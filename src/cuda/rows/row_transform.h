@@ -59,7 +59,8 @@ struct RowTransform {
   enum class Kind : std::uint8_t {
     kCopy,
     kQuantizeAndDecode,  ///< bf16 -> bf16
-    kFp8,                ///< bf16 or f16 -> E4M3, or with as_f16 the numbers of those codes
+    kFp8,                ///< bf16 or f16 -> E4M3
+    kFp8AsF16,           ///< the same as the numbers that codes are, see e4m3_f16.cuh
     kInt8,               ///< bf16 or f16 -> INT8, each row with a scale
   };
   Kind kind = Kind::kCopy;
@@ -72,13 +73,12 @@ struct RowTransform {
   RowQuantizer decoded;
   Fp8Quantizer fp8;
   bool from_f16 = false;    ///< codes: rows are f16
-  bool as_f16 = false;      ///< FP8: `to` has the numbers that codes are, see e4m3_f16.cuh
   bool full_range = false;  ///< INT8: as QuantKey says
   float* scales = nullptr;  ///< of codes: (rows), or of groups (groups, scale_pitch), or null
   std::int64_t scale_pitch = 0;
 
-  /// Rows become codes of a byte.
-  FUSEDMOE_HD bool makes_codes() const { return kind == Kind::kFp8 || kind == Kind::kInt8; }
+  /// Rows become codes of a byte, or the numbers of such.
+  FUSEDMOE_HD bool makes_codes() const { return kind >= Kind::kFp8; }
   /// Each row has one scale, which follows from its values.
   FUSEDMOE_HD bool has_row_scales() const {
     return makes_codes() && fp8.scale == Fp8Quantizer::Scale::kRow;

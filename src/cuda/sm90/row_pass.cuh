@@ -64,7 +64,7 @@ __device__ __forceinline__ void quantize_rows(SharedMemory<K>& shared, const Fus
       scale = core::e4m3_row_scale(amax);
     }
     for_units(t, row, thread, threads, [&](int unit, const uint4& raw) {
-      write_unit<false>(t, row, unit, to_fp8(t, raw, scale));
+      write_unit<RowKind::kFp8>(t, row, unit, to_fp8(t, raw, scale));
     });
   }
 }
