@@ -1,0 +1,126 @@
+// What the kernels of a step through peer memory share.
+//
+// Order between GPUs: whoever writes for others ends with a release of system scope (the signal),
+// whoever reads begins with an acquire (the wait), and what lies between in the same block or
+// behind it in the stream comes after. Rows of other GPUs are read past the L1.
+#pragma once
+
+#include <algorithm>
+
+#include "core/ceil_div.h"
+#include "cuda/device/check.h"
+#include "cuda/device/launch.h"
+#include "cuda/peers/device_words.cuh"
+#include "cuda/peers/steps.h"
+
+namespace fusedmoe::cuda {
+
+/// Threads that work on one row, or on one chunk of a sum. A block has several such teams where
+/// there is much to do: as all blocks look at the same words while they wait, there are no more of
+/// them than multiprocessors.
+template <int kSize>
+struct Team {
+  static constexpr int kThreads = kSize;
+  static constexpr int kMost = 1024 / kThreads;
+
+  int thread = static_cast<int>(threadIdx.x) % kThreads;
+  int first = static_cast<int>(blockIdx.x * (blockDim.x / kThreads) + threadIdx.x / kThreads);
+  int step = static_cast<int>(gridDim.x * (blockDim.x / kThreads));
+};
+inline constexpr int kMostThreads = 1024;
+
+struct StepParams {
+  PeerPlace place;
+  StepKey fixed_key;               // without the placement
+  const std::uint32_t* placement;  // as in PeerStep
+  std::int32_t topk, most_tokens;
+  std::int64_t ids, weights;  // as in PeerStep
+
+  __device__ StepKey key() const {
+    StepKey key = fixed_key;
+    key.placement = *placement;
+    return key;
+  }
+};
+
+inline StepParams step_params(const PeerPlace& place, const PeerStep& step) {
+  StepParams p{};
+  p.place = place;
+  p.fixed_key = {step.layer, static_cast<std::uint32_t>(step.most_tokens),
+                 static_cast<std::uint32_t>(step.topk), static_cast<std::uint32_t>(step.row_bytes)};
+  p.placement = step.placement;
+  p.topk = static_cast<std::int32_t>(step.topk);
+  p.most_tokens = static_cast<std::int32_t>(step.most_tokens);
+  p.ids = step.ids;
+  p.weights = step.weights;
+  return p;
+}
+
+template <typename Value>
+__device__ Value* in_arena(const Peers& peers, int rank, std::int64_t offset) {
+  return reinterpret_cast<Value*>(reinterpret_cast<char*>(peers.arenas[rank]) + offset);
+}
+
+/// By all threads of a block: waits until all ranks have come to the round. False, for all of them:
+/// the step has failed.
+__device__ inline bool await_all(const StepParams& p, Round round) {
+  const Peers& peers = p.place.peers;
+  const int from = static_cast<int>(threadIdx.x);
+  const bool here =
+      from >= peers.size ||
+      await_signal<DeviceWords>(peers, round, p.key(), from, p.place.patience, blockIdx.x == 0);
+  if (__syncthreads_and(here)) return true;
+  if (threadIdx.x == 0) give_up<DeviceWords>(peers, round, p.key(), *p.place.record);
+  return false;
+}
+
+/// By all threads of a block, behind what other ranks may read: the last block of the grid tells
+/// them all. What each block has written is with the other ranks before its ticket is drawn.
+__device__ inline void signal_when_all_done(const StepParams& p, Round round) {
+  const Peers& peers = p.place.peers;
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence_system();
+    is_last = gridDim.x == 1 || atomicAdd(&peers.own().ticket, 1) == gridDim.x - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!is_last) return;
+  if (threadIdx.x == 0) peers.own().ticket = 0;
+  const int to = static_cast<int>(threadIdx.x);
+  if (to < peers.size) send_signal<DeviceWords>(peers, round, p.key(), to);
+}
+
+/// What another GPU may have written.
+__device__ inline uint4 load_far(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.relaxed.sys.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+template <typename Unit>
+__device__ Unit load_far(const Unit* from) {
+  return *const_cast<const volatile Unit*>(from);
+}
+
+/// For work of so many pieces, a team for each where there is room. One block at least: somebody
+/// has to wait and to tell.
+template <typename Team, typename Kernel, typename Params>
+void launch_teams(Kernel kernel, std::int64_t pieces, Stream stream, const Params& params) {
+  const std::int64_t most = multiprocessor_count(stream.device);
+  const std::int64_t teams = std::clamp<std::int64_t>(core::ceil_div(pieces, most), 1, Team::kMost);
+  const std::int64_t blocks = std::clamp<std::int64_t>(core::ceil_div(pieces, teams), 1, most);
+  launch(kernel, dim3(static_cast<unsigned>(blocks)),
+         dim3(static_cast<unsigned>(teams * Team::kThreads)), 0, stream, false, params);
+}
+
+template <typename... Params>
+void load(void (*kernel)(Params...)) {
+  cudaFuncAttributes attributes{};
+  FUSEDMOE_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+}
+
+}  // namespace fusedmoe::cuda

@@ -1,0 +1,151 @@
+#include <type_traits>
+#include <utility>
+
+#include "core/check.h"
+#include "cuda/peers/step_kernels.cuh"
+#include "cuda/rows/element.cuh"
+
+namespace fusedmoe::cuda {
+namespace {
+
+using SumTeam = Team<128>;
+
+template <typename Output>
+struct SumParams {
+  StepParams step;
+  Output* output;
+  std::int64_t output_stride, results;
+  const std::int32_t* ids;
+  const std::int32_t* physical_ranks;
+  const float* weights;  // null: 1
+  std::int32_t num_tokens, num_physical, hidden, chunks, parts;
+  bool per_slot, accumulate;
+
+  /// The rank of a slot's expert; -1: nobody's.
+  __device__ int rank_of(std::int64_t slot) const {
+    const std::int32_t id = ids[slot];
+    return id < 0 || id >= num_physical ? -1 : physical_ranks[id];
+  }
+  /// The ranks that have an expert of a token, as bits; with per_slot nobody needs them.
+  __device__ std::uint32_t ranks_of(int token) const {
+    std::uint32_t ranks = 0;
+    if (per_slot || token >= num_tokens) return ranks;
+    for (int j = 0; j < step.topk; ++j) {
+      const int rank = rank_of(std::int64_t{token} * step.topk + j);
+      if (rank >= 0) ranks |= 1U << rank;
+    }
+    return ranks;
+  }
+};
+
+/// A team adds a chunk of a token's columns. The rows of kBatch parts are on their way at once.
+template <typename Row, typename Output, int kWidth>
+__device__ void add_chunk(const SumParams<Output>& p, int token, int column, std::uint32_t ranks) {
+  constexpr int kBatch = 4;
+  const StepParams& s = p.step;
+  const Peers& peers = s.place.peers;
+  const std::int64_t first_slot = std::int64_t{token} * s.topk;
+  float sums[kWidth] = {};
+  for (int first = 0; first < p.parts; first += kBatch) {
+    const Row* at[kBatch];
+    float weight[kBatch];
+    Pack<Row, kWidth> rows[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int part = first + b;
+      const bool is_part = part < p.parts;
+      const int rank = !is_part     ? -1
+                       : p.per_slot ? p.rank_of(first_slot + part)
+                                    : ((ranks >> part & 1) != 0 ? part : -1);
+      std::int64_t row = std::int64_t{peers.rank} * s.most_tokens + token;
+      if (p.per_slot) row = row * s.topk + part;
+      at[b] = rank < 0 ? nullptr
+                       : in_arena<const Row>(peers, rank, p.results) + row * p.hidden + column;
+      weight[b] = rank >= 0 && p.weights ? p.weights[first_slot + part] : 1.0f;
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      using Unit = std::conditional_t<
+          sizeof(rows[b]) == 16, uint4,
+          std::conditional_t<sizeof(rows[b]) == 4, std::uint32_t, std::uint16_t>>;
+      if (!at[b]) continue;
+      const Unit unit = load_far(reinterpret_cast<const Unit*>(at[b]));
+      memcpy(&rows[b], &unit, sizeof unit);
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (!at[b]) continue;
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) {
+        sums[i] = fmaf(weight[b], to_f32(rows[b].values[i]), sums[i]);
+      }
+    }
+  }
+  store_sums(sums, p.output + token * p.output_stride + column, p.accumulate);
+}
+template <typename Row, typename Output, int kWidth>
+__global__ void __launch_bounds__(kMostThreads)
+    sum_results_kernel(const __grid_constant__ SumParams<Output> p) {
+  const SumTeam team;
+  // What does not depend on other ranks is read while waiting.
+  std::uint32_t next_ranks = p.ranks_of(team.first / p.chunks);
+  if (!await_all(p.step, Round::kReturn)) return;
+  for (int i = team.first; i < p.num_tokens * p.chunks; i += team.step) {
+    const std::uint32_t ranks = next_ranks;
+    next_ranks = p.ranks_of((i + team.step) / p.chunks);
+    const int column = (i % p.chunks * SumTeam::kThreads + team.thread) * kWidth;
+    if (column < p.hidden) add_chunk<Row, Output, kWidth>(p, i / p.chunks, column, ranks);
+  }
+}
+
+}  // namespace
+
+void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& sum, Stream stream) {
+  const std::int64_t num_tokens = sum.output.size(0), hidden = sum.output.size(1);
+  const auto launch_kernel = [&](auto row, auto result) {
+    using Row = decltype(row);
+    using Output = decltype(result);
+    SumParams<Output> p{};
+    p.step = step_params(place, step);
+    p.output = sum.output.as<Output>();
+    p.output_stride = num_tokens > 0 ? sum.output.stride(0) : hidden;
+    p.results = step.results;
+    p.ids = sum.ids.as<const std::int32_t>();
+    p.physical_ranks = sum.physical_ranks.as<const std::int32_t>();
+    p.weights = sum.weights.as<const float>();
+    p.num_tokens = static_cast<std::int32_t>(num_tokens);
+    p.num_physical = static_cast<std::int32_t>(sum.physical_ranks.numel());
+    p.hidden = static_cast<std::int32_t>(hidden);
+    p.parts = sum.per_slot ? p.step.topk : place.peers.size;
+    p.per_slot = sum.per_slot;
+    p.accumulate = sum.accumulate;
+    const auto* results = reinterpret_cast<const char*>(&place.peers.own()) + step.results;
+    dispatch_width<Row>(
+        hidden,
+        [&](auto width) {
+          constexpr int kWidth = decltype(width)::value;
+          p.chunks = static_cast<std::int32_t>(
+              core::ceil_div(hidden, std::int64_t{kWidth} * SumTeam::kThreads));
+          launch_teams<SumTeam>(sum_results_kernel<Row, Output, kWidth>, num_tokens * p.chunks,
+                                stream, p);
+        },
+        results, p.output, p.output + p.output_stride);
+  };
+  dispatch_row_and_output(sum.results, sum.output.dtype(), launch_kernel);
+}
+
+void load_sum_kernels() {
+  using enum DType;
+  constexpr std::pair<DType, DType> kPairs[] = {{kF32, kF32},   {kF32, kBF16}, {kF32, kF16},
+                                                {kBF16, kBF16}, {kBF16, kF32}, {kF16, kF16},
+                                                {kF16, kF32}};
+  for (const auto& [row, output] : kPairs) {
+    dispatch_row_and_output(row, output, [](auto from, auto to) {
+      using Row = decltype(from);
+      load(sum_results_kernel<Row, decltype(to), 1>);
+      load(sum_results_kernel<Row, decltype(to), 16 / static_cast<int>(sizeof(Row))>);
+    });
+  }
+}
+
+}  // namespace fusedmoe::cuda
