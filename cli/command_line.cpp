@@ -199,7 +199,8 @@ void check_no_place(const CommandInfo& command, const std::vector<std::string>& 
     const std::size_t end = argument.find('=');
     if (argument == "--") return;
     if (const OptionInfo* option = command.find(argument.substr(0, end))) {
-      before = !option->kind.empty() && end == std::string::npos ? option : nullptr;
+      const bool has_value = end != std::string::npos;  // and a list may have more
+      before = !option->kind.empty() && (!has_value || option->list) ? option : nullptr;
       has_checkpoint |= option->name == "--checkpoint";
     } else if (before) {
       if (!before->list) before = nullptr;

@@ -178,7 +178,7 @@ FUSEDMOE_C_API void fusedmoe_balanced_destroy(fusedmoe_balanced* balanced);
 FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_placement(const fusedmoe_layer* layer,
                                                         const char** placement);
 /* Collective, between two forwards: brings the experts that arrive here. Forwards then go on as
- * before, until all ranks commit the move between the same two of them, in which nobody waits. An
+ * before, until all ranks commit the move between the same two of them, which is not collective. An
  * error of one rank is one of all, and changes nothing. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_start_move(fusedmoe_layer* layer,
                                                          const char* placement);

@@ -81,7 +81,7 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_packed_bytes(const fusedmoe_se
 typedef struct fusedmoe_simulation {
   size_t struct_size;
   const char* placement; /* JSON; NULL: consecutive experts on num_ranks */
-  int32_t num_ranks;     /* without a placement */
+  int32_t num_ranks;     /* beside a placement 0, or its own */
   int32_t num_hosts;     /* of equally many ranks; 0: 1 */
   int64_t tokens_per_rank;
   const char* costs;      /* JSON of `fusedmoe bench --calibrate`; NULL: fusedmoe_rank_costs() */

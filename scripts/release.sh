@@ -98,7 +98,7 @@ wheels() {
   if [[ $cuda == ON ]]; then
     # pip would put the headers elsewhere for each Python, and every kernel would be compiled again.
     export CUTLASS_ROOT=$work/cutlass
-    [[ -d $CUTLASS_ROOT ]] || "$work/tools/bin/pip" install --quiet --no-deps --target "$CUTLASS_ROOT" \
+    [[ -e $CUTLASS_ROOT/cutlass_library/source/include/cute/tensor.hpp ]] || "$work/tools/bin/pip" install --quiet --no-deps --target "$CUTLASS_ROOT" \
       "$(sed -nE 's/^CUTLASS = "(.*)".*/\1/p' python/build_backend/fusedmoe_build.py)"
   fi
   unpack "$dist/fusedmoe-$version.tar.gz"

@@ -57,8 +57,8 @@ LayerWeights load_weights(const RunOptions& options, const Checkpoint& checkpoin
       is_static(stored)) {
     std::vector<std::string> others;  // that a change of dynamic activations makes of it
     for (const NamedScheme& other : named_schemes()) {
-      if (other.scheme.weights == stored.weights && other.scheme != stored &&
-          !is_static(other.scheme)) {
+      if (other.scheme.weights == stored.weights && other.scheme.down == stored.down &&
+          other.scheme != stored && !is_static(other.scheme)) {
         others.push_back(other.name);
       }
     }

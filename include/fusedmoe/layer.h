@@ -247,7 +247,7 @@ class FUSEDMOE_API MoeLayer {
   /// when it has returned on all ranks. A failure ends that communicator, not the layer's.
   void start_move(const ExpertPlacement& placement, Communicator& over);
   /// From now on the experts are where start_move() wanted them: the layer is, to the bit, one made
-  /// with that placement. Waits for nobody, so all ranks call it between the same two forwards. In
+  /// with that placement. Not collective, so all ranks call it between the same two forwards. In
   /// the next one a rank that has not done so is an Error of all that names both sides.
   void commit_move();
   /// After a rank has failed, or to leave some out: goes on with a new communicator of the ranks

@@ -166,13 +166,20 @@ def checked(settings: Mapping[str, Any], known: FrozenSet[str], kind: str) -> Di
 def _name(value: Any) -> Any:
     """The name of a dtype or device of PyTorch or a dtype of NumPy; all else as it is."""
     kind = type(value)
+    numpy = sys.modules.get("numpy")
     if kind.__module__ == "torch" and kind.__name__ in ("dtype", "device"):
-        return str(value).removeprefix("torch.")
-    if kind.__module__ == "numpy.dtypes":
-        return value.name
-    if kind is type and value.__module__ == "numpy":
-        return value.__name__
-    return value
+        name = str(value).removeprefix("torch.")
+    elif numpy and isinstance(value, numpy.dtype):
+        name = value.name
+    elif numpy and kind is type and issubclass(value, numpy.generic):  # ml_dtypes' as well
+        name = numpy.dtype(value).name
+    else:
+        return value
+    return _OUR_NAMES.get(name, name)
+
+
+# Of the types of rows that travel, where others name them otherwise.
+_OUR_NAMES = {"float8_e4m3fn": "e4m3", "int8": "i8"}
 
 
 def given(settings: Mapping[str, Any]) -> Dict[str, Any]:

@@ -341,7 +341,7 @@ class MoELayer:
         self._handle.start_move(placement, None if over is None else over._handle)
 
     def commit_move(self) -> None:
-        """From now on experts are where start_move() wanted them. It waits for nobody, so all ranks
+        """From now on experts are where start_move() wanted them. It is not collective, so all ranks
         call it between the same two calls of the layer; in the next one a rank that did not is an
         error that names it.
         """

@@ -57,10 +57,15 @@ fusedmoe_selection* explain_model(const ModelConfig& model, std::int32_t dtype, 
 }
 
 SimulatedLayer to_layer(const Selection& selection, const fusedmoe_simulation& c) {
+  if (c.reserved != 0) throw Error("simulation.reserved", std::to_string(c.reserved), "0");
   const ExpertPlacement placement =
       c.placement ? ExpertPlacement::parse(c.placement)
                   : ExpertPlacement::linear(selection.config.num_experts, c.num_ranks);
   SimulatedLayer layer = simulated_layer(selection, placement);
+  if (c.num_ranks != 0 && c.num_ranks != placement.num_ranks()) {
+    throw Error("simulation.num_ranks", std::to_string(c.num_ranks),
+                "0, or the placement's " + std::to_string(placement.num_ranks()));
+  }
   layer.num_hosts = c.num_hosts == 0 ? 1 : c.num_hosts;
   layer.tokens_per_rank = c.tokens_per_rank;
   layer.to_each_expert = c.to_each_expert != 0;

@@ -2,6 +2,7 @@
 
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -159,10 +160,15 @@ void bring_round(Communicator& communicator, const Experts& experts, const Packe
     for (const std::string& text : texts) described.push_back(Json::parse(text));
     travelling.make_room(described, transfers, rank, device);
   };
-  communicator.together(make_room, what);
-  const OwnedStream stream(device);
-  communicator.exchange(travelling.sends, travelling.receives, stream, what);
-  synchronize(stream);
+  std::optional<OwnedStream> stream;
+  communicator.together(
+      [&] {
+        make_room();
+        stream.emplace(device);
+      },
+      what);
+  communicator.exchange(travelling.sends, travelling.receives, *stream, what);
+  synchronize(*stream);
   communicator.check();  // aborted transfers of a GPU end, too
   const auto assemble = [&] {
     for (const auto& [place, parts] : travelling.arriving) {

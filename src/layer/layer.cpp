@@ -324,6 +324,7 @@ void MoeLayer::save_packed(const std::filesystem::path& path) const {
 }
 
 void MoeLayer::repack(const ExpertWeights& weights, std::int64_t expert) {
+  impl().check_not_bringing("repack()");
   impl().check_between_forwards("repack()");
   impl_->kernel.experts().repack(weights, expert, *impl_->packed);
 }

@@ -90,7 +90,9 @@ struct MoeLayer::Impl {
   std::optional<ExpertPlacement> placement;                       // of experts that ranks share
   std::uint64_t moves = 0;                                        // how often experts have moved
   std::optional<Move> move;
-  mutable std::atomic<int> running{0};  // steps that have begun and not ended
+  mutable std::atomic<int> running{0};   // steps that have begun and not ended
+  std::atomic<bool> is_bringing{false};  // start_move() is at work
+  bool is_torn = false;                  // a commit failed between two experts
 
   Impl(const LayerWeights& weights, const LayerOptions& options, const Selection& chosen);
   /// What a layer becomes on other ranks.
@@ -113,6 +115,8 @@ struct MoeLayer::Impl {
   void check_shares_experts(const char* call) const;
   /// Throws Error while a step has begun and not ended.
   void check_between_forwards(const char* call) const;
+  /// Throws Error while start_move() is at work.
+  void check_not_bringing(const char* call) const;
 
   Plan plan() const;
   bool adds_beside() const { return shared || adds_zero_experts; }

@@ -1,5 +1,6 @@
 // Experts of a layer that move: between ranks while it serves, and to the survivors of a failure.
 #include <algorithm>
+#include <atomic>
 #include <iterator>
 #include <sstream>
 #include <utility>
@@ -69,6 +70,22 @@ ExpertWeights ask_for(const ExpertSource& lost, std::int32_t expert,
   return weights;
 }
 
+/// That start_move() is at work.
+class Bringing {
+ public:
+  explicit Bringing(std::atomic<bool>& flag) : is_first(!flag.exchange(true)), flag_(flag) {}
+  ~Bringing() {
+    if (is_first) flag_ = false;
+  }
+  Bringing(const Bringing&) = delete;
+  Bringing& operator=(const Bringing&) = delete;
+
+  const bool is_first;
+
+ private:
+  std::atomic<bool>& flag_;
+};
+
 }  // namespace
 
 void MoeLayer::Impl::check_shares_experts(const char* call) const {
@@ -76,6 +93,11 @@ void MoeLayer::Impl::check_shares_experts(const char* call) const {
   throw Error::unsupported(
       Reason::kParallelConfig, call,
       core::format("{} needs a layer whose experts are shared by ranks with a communicator", call));
+}
+
+void MoeLayer::Impl::check_not_bringing(const char* call) const {
+  if (!is_bringing) return;
+  throw Error::invalid(call, core::format("{} comes while start_move() brings experts", call));
 }
 
 void MoeLayer::Impl::check_between_forwards(const char* call) const {
@@ -115,8 +137,10 @@ void MoeLayer::start_move(const ExpertPlacement& wanted, Communicator& over) {
 /// Collective over `ranks`, after `check` on each of them.
 void MoeLayer::Impl::start_move(const ExpertPlacement& wanted, Communicator& ranks,
                                 const std::function<void()>& check) {
-  move.reset();
+  const Bringing bringing(is_bringing);
+  if (bringing.is_first) move.reset();
   layer::agree(ranks, [&]() -> layer::Facts {
+    if (!bringing.is_first) check_not_bringing("start_move()");
     check();
     core::check_same_counts(*placement, wanted);
     core::check_writable(packed->info());
@@ -151,11 +175,13 @@ void MoeLayer::commit_move() {
         "commit_move() has nothing to commit: no start_move() has ended well since "
         "the last one");
   }
+  impl.check_not_bringing("commit_move()");
   impl.check_between_forwards("commit_move()");
   impl.ending_ranks([&] {
     const Device device = impl.config.device;
     core::runtime_of(device).synchronize_device(device);  // forwards read what is overwritten now
     const Impl::Move move = *std::exchange(impl.move, std::nullopt);
+    impl.is_torn = true;
     for (const layer::Arrival& each : move.arrivals) {
       impl.packed->replace_expert(each.place, *each.expert);
     }
@@ -166,13 +192,21 @@ void MoeLayer::commit_move() {
     if (impl.monolithic) impl.monolithic->prepare_finalize().move_experts(move.placement);
     impl.placement = move.placement;
     ++impl.moves;
+    impl.is_torn = false;
   });
 }
 
 /// The same layer on the ranks of another communicator.
 MoeLayer::Impl::Rebinding MoeLayer::Impl::rebinding(std::shared_ptr<Communicator> ranks,
                                                     const ExpertPlacement& wanted) const {
+  check_not_bringing("rebind()");
   check_between_forwards("rebind()");
+  if (is_torn) {
+    throw Error::invalid(
+        "rebind()",
+        "rebind() of a layer whose commit_move() has failed, which left experts of "
+        "two placements: make the layer again");
+  }
   core::placement_of(wanted, config.num_experts, ranks->size());
   Rebinding next{options, config, {}};
   next.config.parallel = next.options.parallel = parallel_on(*ranks, config.parallel);

@@ -34,9 +34,6 @@ Support supports_rows(const MoeConfig& config) {
   return supports_parallel(config.parallel);
 }
 
-namespace {
-
-/// Whether rows can travel as MoeConfig::dispatch_dtype says.
 Support supports_dispatch_dtype(const MoeConfig& config) {
   if (!config.dispatch_dtype) return Support::yes();
   const DType wanted = *config.dispatch_dtype;
@@ -70,6 +67,8 @@ Support supports_dispatch_dtype(const MoeConfig& config) {
 }
 
 /// What holds for both.
+namespace {
+
 Support supports_exchange(const MoeConfig& config) {
   if (Support support = supports_rows(config); !support) return support;
   const auto ranks = static_cast<int>(config.parallel.num_ranks());

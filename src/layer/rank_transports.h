@@ -7,6 +7,8 @@ namespace fusedmoe::layer {
 
 /// Dtype, batch invariance, weight on the input, and the sizes of the groups.
 Support supports_rows(const MoeConfig& config);
+/// Whether rows can travel as MoeConfig::dispatch_dtype says.
+Support supports_dispatch_dtype(const MoeConfig& config);
 
 /// Throws Error unless the context has a communicator of the configuration's ranks and device, and
 /// options that the transport has and that agree with each other.

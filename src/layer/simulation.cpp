@@ -7,6 +7,7 @@
 
 #include "core/check.h"
 #include "layer/prepared_rows.h"
+#include "layer/rank_transports.h"
 #include "moe/replica.h"
 
 namespace fusedmoe {
@@ -117,10 +118,12 @@ void check(const SimulatedLayer& layer, const TensorView& topk_ids) {
   FUSEDMOE_CHECK(layer.num_hosts > 0 && num_ranks % layer.num_hosts == 0, "num_hosts",
                  core::to_string(layer.num_hosts),
                  core::format("a divisor of the {} ranks", num_ranks));
-  FUSEDMOE_CHECK(layer.tokens_per_rank > 0, "tokens_per_rank",
-                 core::to_string(layer.tokens_per_rank), "at least 1");
+  constexpr std::int64_t kMostTokens = 1 << 24;  // of a rank: each is counted
+  FUSEDMOE_CHECK(layer.tokens_per_rank > 0 && layer.tokens_per_rank <= kMostTokens,
+                 "tokens_per_rank", core::to_string(layer.tokens_per_rank),
+                 core::format("from 1 to {}", kMostTokens));
   core::check_tensor(topk_ids, "topk_ids", DType::kI32, {-1, -1});
-  core::check_contiguous(topk_ids, "topk_ids");
+  core::check_device(topk_ids, "topk_ids", {});
   FUSEDMOE_CHECK(topk_ids.size(0) > 0, "topk_ids", "no tokens", "at least one");
   const std::int64_t num_experts = layer.placement.num_experts();
   for (std::int64_t i = 0; i < topk_ids.numel(); ++i) {
@@ -171,6 +174,9 @@ SimulatedLayer simulated_layer(const Selection& selection, ExpertPlacement place
   FUSEDMOE_CHECK(placement.num_experts() == config.num_experts, "placement",
                  core::format("of {} experts", placement.num_experts()),
                  core::format("of {}", config.num_experts));
+  if (const Support travels = layer::supports_dispatch_dtype(config); !travels) {
+    throw Error::unsupported(travels.reason, "dispatch_dtype", travels.text);
+  }
   const Preparation preparation = make_preparation(*selection.experts, config.scheme, false);
   SimulatedLayer layer;
   layer.placement = std::move(placement);

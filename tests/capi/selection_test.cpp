@@ -88,8 +88,27 @@ TEST(CSelectionTest, SimulatesRanksThatAreNotHere) {
   ranks.costs = nullptr;
   ranks.placement = R"({"num_experts":1,"num_ranks":1,"physical_to_logical":[0],"rank_of":[0]})";
   EXPECT_EQ(fusedmoe_selection_simulate(found, &ranks, &c_ids, &step), FUSEDMOE_INVALID_ARGUMENT);
-  EXPECT_NE(std::string(fusedmoe_last_error()).find("placement: was of 1 experts"),
-            std::string::npos);
+  const auto says = [](const char* text) {
+    return std::string(fusedmoe_last_error()).find(text) != std::string::npos;
+  };
+  EXPECT_TRUE(says("placement: was of 1 experts"));
+  const auto refused = [&](const fusedmoe_tensor& tensor) {
+    return fusedmoe_selection_simulate(found, &ranks, &tensor, &step) == FUSEDMOE_INVALID_ARGUMENT;
+  };
+  ranks.placement = nullptr;
+  ranks.reserved = 1;
+  EXPECT_TRUE(refused(c_ids) && says("simulation.reserved"));
+  ranks.reserved = 0;
+  ranks.tokens_per_rank = 1LL << 40;
+  EXPECT_TRUE(refused(c_ids) && says("tokens_per_rank"));
+  ranks.tokens_per_rank = 1;
+  fusedmoe_tensor elsewhere = c_ids;
+  elsewhere.device_type = FUSEDMOE_CUDA;
+  EXPECT_TRUE(refused(elsewhere) && says("topk_ids"));
+  ranks.placement =
+      R"({"num_experts":4,"num_ranks":2,"physical_to_logical":[0,1,2,3],"rank_of":[0,1,0,1]})";
+  ranks.num_ranks = 4;
+  EXPECT_TRUE(refused(c_ids) && says("simulation.num_ranks"));
 }
 
 /// Two layers, whose experts are f32 and f16.

@@ -312,7 +312,7 @@ TEST_F(CudaMovesTest, ExpertsAreBroughtBesideForwards) {
       serve();
       for (std::uint64_t move = 1; move < 4; ++move) {
         std::atomic<bool> is_here{false};
-        std::thread mover([&] {
+        std::jthread mover([&] {
           const ExpertPlacement placement = random_placement(2, move);
           EXPECT_EQ(error_text([&] { layer.start_move(placement, *over); }), "no error");
           is_here = true;

@@ -264,7 +264,7 @@ TEST_P(Moves, ExpertsAreBroughtBesideForwards) {
     };
     for (std::uint64_t move = 1; move < 4; ++move) {
       std::atomic<bool> is_here{false};
-      std::thread mover([&] {
+      std::jthread mover([&] {
         EXPECT_EQ(
             testing::error_text([&] { layer.start_move(random_placement(move), *over[rank]); }),
             "no error");
@@ -281,6 +281,31 @@ TEST_P(Moves, ExpertsAreBroughtBesideForwards) {
       forward();
     }
     expect_as_made_anew(layer, weights, options_on(comms[rank]));
+  });
+}
+
+/// Rank 1 joins the move when rank 0 has been refused all else.
+TEST(MovesTest, NothingElseChangesWhileExpertsAreBrought) {
+  const Communicators comms = make_communicators(2, true, {kPatient});
+  const Communicators over = make_communicators(2, true, {kPatient});
+  run_ranks(2, [&](int rank) {
+    MoeLayer layer(small_weights(), rank_options({.size = 2}, DType::kBF16, kTokens, comms[rank]));
+    const ExpertPlacement placement = ExpertPlacement::round_robin(kExperts, 2);
+    if (rank == 1) comms[rank]->gather("", "refused");
+    std::jthread mover([&] { layer.start_move(placement, *over[rank]); });
+    if (rank == 0) {
+      const auto commit = [&] { layer.commit_move(); };
+      while (!has(testing::error_text(commit), "comes while start_move() brings experts")) {
+        std::this_thread::yield();
+      }
+      const auto repack = [&] { layer.repack(small_weights().experts, 0); };
+      EXPECT_TRUE(has(testing::error_text(repack), "repack() comes while"));
+      const auto rebind = [&] { layer.rebind(comms[rank], placement); };
+      EXPECT_TRUE(has(testing::error_text(rebind), "rebind() comes while"));
+      comms[rank]->gather("", "refused");
+    }
+    mover.join();
+    layer.commit_move();
   });
 }
 
