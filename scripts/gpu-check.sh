@@ -52,8 +52,8 @@ checks=(
   "memcheck|cuda_golden_test|*mixtral*:*gpt_oss*"
   "memcheck|cuda_schemes_test|*MatchReference*fp8_block_bf16:*MatchReference*w4a8*:*MatchReference*nvfp4_bf16:*CudaQuantizers*"
   "memcheck|cuda_schemes_test|*MatchReference*int4_g32_zp_f16:*MatchReference*int8_g128_bf16:*MatchReference*mxfp8_bf16:*UnpackIsTheInverse*"
-  "racecheck|cuda_schemes_parts_test|*CudaFp8Tiles*fp8_channel_token_relu2*:*CudaFp8Tiles*fp8_block_gelu*"
-  "racecheck|cuda_schemes_parts_test|*CudaFp8Tiles*fp8_block_silu_unfused"
+  "racecheck|cuda_schemes_parts_test|*CudaCodedTiles*fp8_channel_token_relu2*:*CudaCodedTiles*fp8_block_gelu*"
+  "racecheck|cuda_schemes_parts_test|*CudaCodedTiles*fp8_block_silu_unfused"
   "racecheck|cuda_schemes_test|*EveryConfiguration*w4a8_bf16"
   "racecheck|cuda_schemes_test|*EveryConfiguration*nvfp4_bf16"
   "initcheck|cuda_schemes_test|*MatchReference*fp8_channel_token_bf16:*MatchReference*int4_g128_bf16"
@@ -123,15 +123,22 @@ step "a usable GPU" quietly "$program" explain --model gpt-oss-20b --device cuda
 device=$("$program" doctor | sed -n 's/^.*cuda:0 //p')
 
 # Programs side by side, few threads each: ctest would start a context for every case. The longest
-# runs in parts.
+# run in parts. As tests/CMakeLists.txt has it, those of the experts once more about sm80.
 run_tests() {
   {
-    printf '%s\n' "$build"/tests/cuda_*_test
-    for ((i = 1; i < parts; ++i)); do echo "$build/tests/cuda_schemes_test"; done
+    printf '%s sm90\n' "$build"/tests/cuda_*_test
+    printf "$build/tests/cuda_%s_test sm80\n" experts experts_shapes experts_runs golden hooks schemes \
+      schemes_parts
+    for ((i = 1; i < parts; ++i)); do
+      printf "$build/tests/cuda_%s\n" "schemes_test sm90" "schemes_test sm80" "experts_shapes_test sm80"
+    done
   } | sort | awk '{ part = seen[$0]++; print $0, part }' |
     OMP_NUM_THREADS=3 xargs -P $((jobs / 3 + 1)) -L 1 sh -c '
-      [ "${0##*/}" = cuda_schemes_test ] && export GTEST_TOTAL_SHARDS='$parts' GTEST_SHARD_INDEX=$1
-      log=$0.$1.log
+      case ${0##*/}.$1 in cuda_schemes_test.*|cuda_experts_shapes_test.sm80)
+        export GTEST_TOTAL_SHARDS='$parts' GTEST_SHARD_INDEX=$2 ;;
+      esac
+      [ $1 = sm90 ] || export FUSEDMOE_TEST_EXPERTS=$1
+      log=$0.$1.$2.log
       "$0" --gtest_brief=1 >"$log" 2>&1 || { cat "$log"; echo "$0 failed"; exit 1; }'
 }
 if wants tests; then

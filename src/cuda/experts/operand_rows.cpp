@@ -88,7 +88,7 @@ void OperandRows::permute_coded(const ForwardArgs& args, const Scratch& scratch,
   rows.from = {args.hidden_states, key.dynamic ? args.hidden_scales : TensorView()};
   rows.slot_to_row = routing.slot_to_permuted.as<const std::int32_t>();
   rows.topk = args.topk_ids.size(1);
-  if (has_coded_rows()) {
+  if (format_.fp8_rows) {
     rows.to_dtype = DType::kE4M3;
     rows.as_f16 = decodes_fp8_rows();
     rows.to = scratch.hidden.codes;

@@ -47,6 +47,8 @@ void PackedMatrices::take_from(const PackedParts& parts, const std::string& pref
     if (shape.rank() == 0) continue;
     this->*each.tensor =
         to_device(core::part(parts, prefix + each.name, each.dtype, shape), device_);
+    FUSEDMOE_CHECK(reinterpret_cast<std::uintptr_t>((this->*each.tensor).data()) % 16 == 0,
+                   prefix + each.name, "at an odd address", "at a multiple of 16 bytes");
   }
   const auto on_host = [&](const char* name, DType dtype, const Shape& shape) {
     return to_device(core::part(parts, prefix + name, dtype, shape), {});

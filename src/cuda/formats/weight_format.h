@@ -44,8 +44,8 @@ struct WeightFormat {
   constexpr std::string_view multiplied_as() const {
     return int8_rows ? "INT8" : fp8_rows ? "FP8" : row_dtype == DType::kF16 ? "f16" : "bf16";
   }
-  /// GEMM 1 can store E4M3 codes whose scale is known, see GemmParams::out_e4m3. Kernels with
-  /// scales of K blocks do not carry the code.
+  /// GEMM 1 can store E4M3 codes whose scale is known, see GemmParams::out_e4m3. Neither
+  /// kernels with scales of K blocks carry the code, nor those that multiply FP8 as f16.
   constexpr bool stores_codes() const { return fp8_rows && !k_scales; }
   BlockGrid grid(std::int64_t width, std::int64_t k, bool gated) const {
     return block_grid(width, k, gated, block.k);

@@ -108,17 +108,19 @@ __device__ Unit load_far(const Unit* from) {
 
 /// For work of so many pieces, a team for each where there is room. One block at least: somebody
 /// has to wait and to tell.
-template <typename Team, typename Kernel, typename Params>
+template <typename TeamType, typename Kernel, typename Params>
 void launch_teams(Kernel kernel, std::int64_t pieces, Stream stream, const Params& params) {
   const std::int64_t most = multiprocessor_count(stream.device);
-  const std::int64_t teams = std::clamp<std::int64_t>(core::ceil_div(pieces, most), 1, Team::kMost);
+  const std::int64_t teams =
+      std::clamp<std::int64_t>(core::ceil_div(pieces, most), 1, TeamType::kMost);
   const std::int64_t blocks = std::clamp<std::int64_t>(core::ceil_div(pieces, teams), 1, most);
   launch(kernel, dim3(static_cast<unsigned>(blocks)),
-         dim3(static_cast<unsigned>(teams * Team::kThreads)), 0, stream, false, params);
+         dim3(static_cast<unsigned>(teams * TeamType::kThreads)), 0, stream, false, params);
 }
 
+/// On the current device.
 template <typename... Params>
-void load(void (*kernel)(Params...)) {
+void load_kernel(void (*kernel)(Params...)) {
   cudaFuncAttributes attributes{};
   FUSEDMOE_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
 }

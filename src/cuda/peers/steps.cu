@@ -208,10 +208,10 @@ void read_marks(const Peers& peers, std::uint64_t* marks, Stream stream) {
 }
 
 void load_step_kernels() {
-  load(publish_kernel);
-  load(pull_kernel);
-  load(tell_results_kernel);
-  load(read_marks_kernel);
+  load_kernel(publish_kernel);
+  load_kernel(pull_kernel);
+  load_kernel(tell_results_kernel);
+  load_kernel(read_marks_kernel);
   load_sum_kernels();
 }
 

@@ -25,7 +25,7 @@ void read_marks(const Peers& peers, std::uint64_t* marks, Stream stream);
 
 /// Loads all of them on the current device: to load one later may wait for those that run.
 void load_step_kernels();
-/// Of these those of sum_results().
+/// Loads the kernels of sum_results(); load_step_kernels() calls it.
 void load_sum_kernels();
 
 }  // namespace fusedmoe::cuda

@@ -142,8 +142,8 @@ void load_sum_kernels() {
   for (const auto& [row, output] : kPairs) {
     dispatch_row_and_output(row, output, [](auto from, auto to) {
       using Row = decltype(from);
-      load(sum_results_kernel<Row, decltype(to), 1>);
-      load(sum_results_kernel<Row, decltype(to), 16 / static_cast<int>(sizeof(Row))>);
+      load_kernel(sum_results_kernel<Row, decltype(to), 1>);
+      load_kernel(sum_results_kernel<Row, decltype(to), 16 / static_cast<int>(sizeof(Row))>);
     });
   }
 }

@@ -11,6 +11,7 @@
 #include "cuda/device/e4m3_f16.cuh"
 #include "cuda/rows/row_quantizer.cuh"
 #include "cuda/rows/row_transform.h"
+#include "fusedmoe/error.h"
 
 namespace fusedmoe::cuda {
 
@@ -108,9 +109,12 @@ void with_kind(RowKind kind, const Function& function) {
       return function(std::integral_constant<RowKind, RowKind::kFp8>{});
     case RowKind::kFp8AsF16:
       return function(std::integral_constant<RowKind, RowKind::kFp8AsF16>{});
-    default:
+    case RowKind::kInt8:
       return function(std::integral_constant<RowKind, RowKind::kInt8>{});
+    case RowKind::kCopy:
+      break;
   }
+  throw Error::internal("copies of rows have kernels of their own");
 }
 
 /// What the codes of a row follow from, by its largest magnitude: of FP8 the scale, of INT8 that
@@ -199,7 +203,7 @@ __device__ __forceinline__ Converted to_fp8(const RowTransform& t, const uint4& 
   return {{codes.x, codes.y, 0, 0}, scale};
 }
 
-/// INT8 codes; the formulas are those of quant/quantize_row.h.
+/// INT8 codes, by the formulas of the CPU: quant/quantize_scales.h and quantize_elements.h.
 __device__ __forceinline__ Converted to_int8(const RowTransform& t, const uint4& raw, float amax) {
   UnitValues values;
   read_values(t.from_f16, raw, values);

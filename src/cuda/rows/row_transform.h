@@ -56,7 +56,7 @@ FUSEDMOE_HD inline float tensor_factor(float scale) {
 }
 
 struct RowTransform {
-  enum class Kind : std::uint8_t {
+  enum class Kind : std::uint8_t {  // from kFp8 on rows become codes, or what these stand for
     kCopy,
     kQuantizeAndDecode,  ///< bf16 -> bf16
     kFp8,                ///< bf16 or f16 -> E4M3

@@ -27,7 +27,7 @@ class TileCopies {
     // FP8 numbers as f16 lie in whole groups of 16.
     const int k = K::kIsFp8 ? static_cast<int>(ceil_div(gemm.k, 16)) * 16 : gemm.k;
     bytes_left_ = k * kElement - tile.k_begin * K::kRowBytes - chunk * 16;
-    weights_ = chunks(weights_offset(gemm, tile)) + threadIdx.x;
+    weights_ = first_block(gemm, tile);
     row_blocks_ = min(K::kTileRowBlocks, gemm.row_blocks - tile.row_block);
     blocks_left_ = tile.k_end - tile.k_begin;
     stages_left_ = num_stages<K>(tile);
@@ -53,7 +53,7 @@ class TileCopies {
     if constexpr (K::kHasKScales) copy_scales(gemm, stage + K::kScalesOffset, blocks);
     rows_ += chunks(K::kStageBlocks * K::kRowBytes);
     bytes_left_ -= K::kStageBlocks * K::kRowBytes;
-    weights_ += chunks(K::kRowBlockPitch);
+    weights_ += K::kStageBlocks;
     blocks_left_ -= K::kStageBlocks;
     --stages_left_;
   }
@@ -61,7 +61,7 @@ class TileCopies {
   /// Brings the packed blocks of a tile's first stages to the L2, while its rows are awaited.
   __device__ static void prefetch(const FusedMlpParams& p, const WorkTile& tile) {
     const GemmParams& gemm = p.gemms[tile.gemm];
-    const std::uint8_t* weights = weights_of(gemm) + weights_offset(gemm, tile);
+    const std::uint8_t* weights = block_at(gemm, first_block(gemm, tile));
     const int blocks = min(K::kStages * K::kStageBlocks, tile.k_end - tile.k_begin);
     for (int b = 0; b < min(K::kTileRowBlocks, gemm.row_blocks - tile.row_block); ++b) {
       for (int at = threadIdx.x * 128; at < blocks * K::kBlockBytes; at += K::kThreads * 128) {
@@ -78,13 +78,12 @@ class TileCopies {
   __device__ static std::int64_t row_pitch(const GemmParams& gemm) {
     return gemm.row_pitch * std::int64_t{sizeof(typename K::Activation)};
   }
-  __device__ static const std::uint8_t* weights_of(const GemmParams& gemm) {
-    return static_cast<const std::uint8_t*>(gemm.weights);
+  __device__ static std::uint32_t first_block(const GemmParams& gemm, const WorkTile& tile) {
+    return static_cast<std::uint32_t>(
+        (tile.expert * gemm.row_blocks + tile.row_block) * gemm.k_blocks + tile.k_begin);
   }
-  __device__ static std::int64_t weights_offset(const GemmParams& gemm, const WorkTile& tile) {
-    return tile.expert * gemm.expert_bytes +
-           (static_cast<std::int64_t>(tile.row_block) * gemm.k_blocks + tile.k_begin) *
-               K::kBlockBytes;
+  __device__ static const std::uint8_t* block_at(const GemmParams& gemm, std::uint32_t block) {
+    return static_cast<const std::uint8_t*>(gemm.weights) + std::int64_t{block} * K::kBlockBytes;
   }
 
   /// Token rows in the 128-byte swizzle by copy(to, from, part), zeros behind their last column.
@@ -121,8 +120,7 @@ class TileCopies {
 #pragma unroll
     for (int b = 0; b < K::kTileRowBlocks; ++b) {
       if (b >= row_blocks_) break;
-      const std::uint8_t* from = weights_of(gemm) + std::int64_t{weights_} * 16 +
-                                 static_cast<std::int64_t>(b) * gemm.k_blocks * K::kBlockBytes;
+      const std::uint8_t* from = block_at(gemm, weights_ + b * gemm.k_blocks) + threadIdx.x * 16;
 #pragma unroll
       for (int i = 0; i < static_cast<int>(ceil_div(kChunks * K::kStageBlocks, K::kThreads)); ++i) {
         if (static_cast<int>(threadIdx.x) + i * K::kThreads < count) {
@@ -174,7 +172,8 @@ class TileCopies {
   bool has_scale_ = false;
   std::uint32_t scale_ = 0;  // the next
   int gemm_ = 0;
-  // Where the next are, in chunks of 16 bytes: what takes 64 bits takes two registers.
+  // Where the next are, in chunks of 16 bytes and in packed blocks: what takes 64 bits takes two
+  // registers.
   std::uint32_t rows_ = 0, weights_ = 0;
   int rows_left_ = 0, bytes_left_ = 0, row_blocks_ = 0, blocks_left_ = 0, stages_left_ = 0;
 };

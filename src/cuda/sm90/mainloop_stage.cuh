@@ -1,17 +1,16 @@
 // What all main loops of the fused MLP kernel share: waiting for a stage, its operands, letting it
-// go. Each of them goes through the stages of a tile in this order:
+// go. The loops of wgmma go through the stages of a tile in this order:
 //
-//   acquire()                   wait until the stage's copies have come
-//   warpgroup_arrive()          registers are written: wgmma may read them
-//   wgmma                       the instructions of the stage; behind them, or between, the codes
-//   of
-//                               the next stage are decoded
-//   warpgroup_commit_batch()    these instructions are a group
-//   warpgroup_wait<1>()         the group before has ended; <0>: this one
-//   release_previous()          so the stage before may be overwritten; release_stage(): this one
+//   acquire()                  wait until the stage's copies have come
+//   warpgroup_arrive()         registers are written: wgmma may read them
+//   wgmma                      the stage's instructions; meanwhile codes are read or decoded
+//   warpgroup_commit_batch()   they are a group
+//   warpgroup_wait<>()         for the group before this one, or for this one
+//   release_previous(),        let go what that group has read: the stage before, or this one
+//   release_stage()
 //
-// Loops whose sums are used at once (promoted) or whose codes lie in registers (decoded) wait for
-// their own group. A stage that wgmma may still read is never let go.
+// multiply_shared() and multiply_decoded_ahead() wait for the group before, the others for their
+// own. A stage that wgmma may still read is never let go.
 #pragma once
 
 #include "cuda/formats/codes.h"

@@ -9,7 +9,7 @@
 
 namespace fusedmoe::cuda::sm90 {
 
-/// With four multiplying warpgroups a thread has too few registers.
+/// Whether tiles are stored so. With four multiplying warpgroups a thread has too few registers.
 template <typename K>
 inline constexpr bool kStoresSideBySide =
     !K::kHasEpilogueWarpgroup && K::kWarpgroups == 2 && K::kPromotes && K::Operands::kDecodes;
@@ -139,6 +139,7 @@ __device__ __forceinline__ void store_side_by_side(SharedMemory<K>& shared, cons
                                                    typename K::Accumulators& accumulators) {
   static_assert(!K::Output::kQuantizes && !K::Output::kWeightsRows && K::kRowBlocks == 1);
   constexpr int kTokens = kSideBySideTokens<K>;
+  static_assert(kTokens % 32 == 0 && K::kMaxTokens % kTokens == 0);
   const GemmParams& gemm = p.gemms[tile.gemm];
   const int thread = read_thread();
   finish_side_by_side<K>(gemm, tile, coords, thread, accumulators);
