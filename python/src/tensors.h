@@ -41,6 +41,10 @@ template <typename T>
 T get(const nb::dict& dict, const char* key, T otherwise) {
   const nb::object value = item(dict, key);
   if (!value.is_none() && !nb::try_cast(value, otherwise)) {
+    if (std::is_integral_v<T> && !std::is_same_v<T, bool> && nb::isinstance<nb::int_>(value)) {
+      throw Error(key, nb::cast<std::string>(nb::str(value)),
+                  std::is_unsigned_v<T> ? "a whole number from 0" : "a smaller number");
+    }
     constexpr const char* kKind = std::is_same_v<T, bool>       ? "True or False"
                                   : std::is_integral_v<T>       ? "a whole number"
                                   : std::is_floating_point_v<T> ? "a number"

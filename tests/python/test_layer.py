@@ -85,6 +85,13 @@ def test_a_layer_is_a_cache_of_experts(problem, tmp_path):
         mapped.repack(0, problem.w13[6:7], problem.w2[6:7])
 
 
+def test_dtypes_of_ml_dtypes_are_taken(problem):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    for dtype in (ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16)):
+        layer = fusedmoe.MoELayer.from_tensors(problem.w13, problem.w2, topk=2, dtype=dtype)
+        assert layer.info["dtype"] == "bf16"
+
+
 def test_options_and_errors_speak_python(problem):
     def make(**options):
         return fusedmoe.MoELayer.from_tensors(problem.w13, problem.w2, topk=2, **options)
@@ -94,6 +101,7 @@ def test_options_and_errors_speak_python(problem):
     for options, text in (
         ({"dtype": 3}, "dtype: was of type int; must be a text"),
         ({"num_threads": "2"}, "num_threads: was of type str; must be a whole number"),
+        ({"max_workspace_bytes": -1}, "max_workspace_bytes: was -1; must be a whole number from 0"),
         ({"weights": {"scheme": "fp8_block"}}, "w1_scale: was undefined; must be given for fp8_block"),
     ):
         with pytest.raises(ValueError) as caught:
