@@ -169,13 +169,13 @@ void MoeLayer::Impl::start_move(const ExpertPlacement& wanted, Communicator& ran
 
 void MoeLayer::commit_move() {
   Impl& impl = this->impl();
+  impl.check_not_bringing("commit_move()");
   if (!impl.move) {
     throw Error::invalid(
         "commit_move()",
         "commit_move() has nothing to commit: no start_move() has ended well since "
         "the last one");
   }
-  impl.check_not_bringing("commit_move()");
   impl.check_between_forwards("commit_move()");
   impl.ending_ranks([&] {
     const Device device = impl.config.device;

@@ -109,9 +109,9 @@ COSTS
     refuses '^error: costs.json: placement.between_hosts is no member of a placement$' "${plan[@]}" --ep 4 \
       --placement costs.json
     wrong '^error: --dispatch-dtype: was f64; must be f32, ' "${plan[@]}" --ep 4 --dispatch-dtype f64
-    refuses '^error: dispatch_dtype: dispatch_dtype e4m3: experts of bf16 read rows of bf16' simulate \
+    refuses '^error: --dispatch-dtype e4m3: experts of bf16 read rows of bf16' simulate \
       --shape 64x64x16x2 --scheme bf16 --ep 2 --dispatch-dtype e4m3
-    refuses '^error: dispatch_dtype: dispatch_dtype i8: ' simulate --shape 128x128x16x2 --scheme fp8_block \
+    refuses '^error: --dispatch-dtype i8: ' simulate --shape 128x128x16x2 --scheme fp8_block \
       --ep 2 --dispatch-dtype i8
     wrong '^error: --shape 64x64x8x9: router.topk: was 9; ' simulate --shape 64x64x8x9 --ep 4
     wrong '^error: --hosts: was 3; must be a divisor of the number of ranks, 4$' "${plan[@]}" --ep 4 --hosts 3

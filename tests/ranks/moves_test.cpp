@@ -292,7 +292,10 @@ TEST(MovesTest, NothingElseChangesWhileExpertsAreBrought) {
     MoeLayer layer(small_weights(), rank_options({.size = 2}, DType::kBF16, kTokens, comms[rank]));
     const ExpertPlacement placement = ExpertPlacement::round_robin(kExperts, 2);
     if (rank == 1) comms[rank]->gather("", "refused");
-    std::jthread mover([&] { layer.start_move(placement, *over[rank]); });
+    std::jthread mover([&] {
+      const auto move = [&] { layer.start_move(placement, *over[rank]); };
+      EXPECT_EQ(testing::error_text(move), "no error");
+    });
     if (rank == 0) {
       const auto commit = [&] { layer.commit_move(); };
       while (!has(testing::error_text(commit), "comes while start_move() brings experts")) {
