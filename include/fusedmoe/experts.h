@@ -367,9 +367,10 @@ class FUSEDMOE_API Experts {
   virtual std::shared_ptr<PackedWeights> pack(const ExpertWeights& weights,
                                               const PackOptions& options = {}) const = 0;
   /// The weights that PackedWeights::parts() took apart; `parts` lie in host memory, or on the
-  /// device. Those that lie there, as all do for the CPU, are used as they lie. Nothing is
-  /// trusted: throws Error for parts that are missing or do not fit. load_packed() (packed_file.h)
-  /// reads them from a file. Waits. The default throws Error: the implementation cannot.
+  /// device. Parts on the experts' device are used without a copy, the others are copied to it.
+  /// Nothing is trusted: throws Error for parts that are missing or do not fit. load_packed()
+  /// (packed_file.h) reads them from a file. Waits. The default throws Error: the implementation
+  /// cannot.
   virtual std::shared_ptr<PackedWeights> from_parts(PackedWeights::Info info,
                                                     const PackedParts& parts) const;
   /// The inverse for one expert, in tensors of its own, as WeightMatrix describes them; zero codes

@@ -294,7 +294,8 @@ TEST_F(CudaQuantizers, CodesOfF16RowsAreThoseOfTheCpu) {
 // ------------------------------------------------------------------------------------------------
 // Sums of INT8
 
-/// Codes from 64 to 127, which make sums of some 2^25, and scales that round nothing.
+/// Fills a matrix with codes from 64 to 127, so large that sums reach some 2^25, which fp32 cannot
+/// hold exactly. The scale is a power of two, so multiplying by it rounds nothing.
 void fill(const WeightMatrix& matrix, float scale) {
   for (std::int64_t r = 0; r < matrix.values.size(0); ++r) {
     for (std::int64_t c = 0; c < matrix.values.size(1); ++c) {

@@ -37,7 +37,8 @@ TEST(WorkspaceSizesTest, ScratchFollowsTheExpertRowsThatThereIsRoomFor) {
   }
 }
 
-/// GEMM 1 stores codes; only the kernel of one token has rows of 16 bits between the GEMMs.
+/// GEMM 1 stores the codes of its rows itself. Only the kernel of one token keeps rows of 16 bits
+/// between the GEMMs, and needs memory for them.
 TEST(WorkspaceSizesTest, StaticScalesTakeNoScratchForActivatedRows) {
   MoeConfig config = some_config();
   config.device = {DeviceKind::kCuda, 0};

@@ -175,8 +175,8 @@ const WeightMatrix& PackedMatrices::source_of(std::int64_t row, const WeightMatr
   return gated_ && gated_is_up(row) ? *up : gate;
 }
 
-/// Whether the scales of a tile are those of its two row blocks: 64 rows of gate and of up, or 128
-/// of one matrix.
+/// A tile has two row blocks: 64 rows of gate and 64 of up, or 128 rows of one matrix. Whether one
+/// scale is enough for each of the two, because blocks of scales begin where a tile begins.
 bool PackedMatrices::has_two_scales_a_tile(const WeightMatrix& gate, const WeightMatrix* up) const {
   const int rows = gated_ ? kBlockRows : 2 * kBlockRows;
   const auto begins_with_a_tile = [&](const WeightMatrix* matrix) {

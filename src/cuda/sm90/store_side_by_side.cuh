@@ -1,6 +1,6 @@
-// The epilogue of FP8 tiles of decoded weights that have no epilogue warpgroup. Nothing hides it,
-// so a thread finishes all its accumulators in registers, side by side: it waits once for what it
-// loads, and its instructions hide each other's latencies.
+// The epilogue of tiles whose weights are decoded to FP8 and that have no epilogue warpgroup. No
+// other work runs at the same time, so a thread finishes all its accumulators in registers, side by
+// side: it waits once for what it loads, and its instructions hide each other's latencies.
 #pragma once
 
 #include "cuda/device/matrices.cuh"

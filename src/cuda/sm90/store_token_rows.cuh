@@ -173,8 +173,9 @@ __device__ __forceinline__ void write_slices_f32(const GemmParams& gemm, const W
   }
 }
 
-/// The activated values of a thread, rounded: of its tokens t and t + 8 of each block of 64 a unit
-/// of 8 features for each row block, two of each of four slices.
+/// The activated values of a thread, rounded. A thread has two tokens, t and t + 8, of each block
+/// of 64. Of each token it holds one unit for each row block: 8 features, two of each of four
+/// slices.
 template <typename K>
 struct ActivatedUnits {
   static constexpr int kTokens = 2 * K::kTokenBlocks, kUnits = K::kRowBlocks;
