@@ -5,6 +5,7 @@
 #include <limits>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../ranks/same_parts.h"
@@ -352,18 +353,23 @@ TEST_F(CudaInt8, SumsAreExact) {
   }
 }
 
-/// From a file the same bits come to the device, and the forward and unpacking with them.
-TEST_P(CudaSchemes, PackedWeightsComeBackFromFiles) {
-  const auto& [scheme, dtype] = GetParam();
-  const testing::TemporaryDirectory folder;
+/// A small layer, and the experts under test for it.
+auto small_layer(const NamedScheme& scheme, DType dtype) {
   Case spec = testing::scheme_cases(scheme).front();
   spec.hidden = 256;
   spec.intermediate = 128;
   spec.bias = true;
-  const Problem problem = testing::make_problem(spec);
+  Problem problem = testing::make_problem(spec);
   const Variant variant = testing::gpu_variant();
-  const auto experts =
-      variant.experts->create(variant.of(testing::make_config(spec, dtype, kGpu)), {});
+  auto experts = variant.experts->create(variant.of(testing::make_config(spec, dtype, kGpu)), {});
+  return std::pair(std::move(problem), std::move(experts));
+}
+
+/// From a file the same bits come to the device, and the forward and unpacking with them.
+TEST_P(CudaSchemes, PackedWeightsComeBackFromFiles) {
+  const auto& [scheme, dtype] = GetParam();
+  const testing::TemporaryDirectory folder;
+  const auto [problem, experts] = small_layer(scheme, dtype);
   const auto packed = experts->pack(problem.weights);
   const std::int64_t bytes = experts->descriptor().packed_bytes(experts->config());
   EXPECT_GE(bytes, packed->nbytes());
@@ -377,25 +383,18 @@ TEST_P(CudaSchemes, PackedWeightsComeBackFromFiles) {
 /// Each expert goes as its parts, which lie on the device, to its place in other weights.
 TEST_P(CudaSchemes, ExpertsMoveAsTheyArePacked) {
   const auto& [scheme, dtype] = GetParam();
-  Case spec = testing::scheme_cases(scheme).front();
-  spec.hidden = 256;
-  spec.intermediate = 128;
-  spec.bias = true;
-  const Problem problem = testing::make_problem(spec);
-  const Variant variant = testing::gpu_variant();
-  const auto experts =
-      variant.experts->create(variant.of(testing::make_config(spec, dtype, kGpu)), {});
+  const auto [problem, experts] = small_layer(scheme, dtype);
   const auto packed = experts->pack(problem.weights), room = experts->make_room(*packed);
   EXPECT_EQ(room->expert_layout(), packed->expert_layout());
   PackedWeights::Info info = packed->info();
   info.num_experts = 1;
-  for (std::int64_t e = 0; e < spec.num_experts; ++e) {
+  for (std::int64_t e = 0; e < packed->info().num_experts; ++e) {
     PackedParts parts = packed->extract_expert(e)->parts();
     for (auto& [name, part] : parts) part = to_gpu(part);
     room->replace_expert(e, *experts->from_parts(info, parts));
   }
   testing::expect_same_parts(*room, *packed);
-  EXPECT_THROW(room->replace_expert(spec.num_experts, *packed->extract_expert(0)), Error);
+  EXPECT_THROW(room->replace_expert(packed->info().num_experts, *packed->extract_expert(0)), Error);
   EXPECT_THROW(room->replace_expert(0, *packed), Error) << "of one expert alone";
 }
 
