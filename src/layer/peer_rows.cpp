@@ -96,6 +96,7 @@ void PeerRows::send(const RowTensors& own, const ForwardArgs& args) {
   if (peers().has_ended()) rules_.group->check();
   set_fixed_counts();
   check_received();
+  if (local_slots_) fill_bytes(local_slots_, 0, args.stream);  // here: nothing parts the next two
   const std::vector<TensorView> tensors = travelling(own);
   const core::ReplicaTable replicas(destinations_of(own.ids));
   peers().publish(step_, {tensors, own.ids, own.weights, replicas}, args.stream);
@@ -104,7 +105,6 @@ void PeerRows::send(const RowTensors& own, const ForwardArgs& args) {
 void PeerRows::receive(Stream stream) {
   const std::vector<TensorView> tensors = travelling(received_);
   PulledRows rows{tensors, rules_.expert_map, rules_.num_local_experts, {}, {}, local_slots_};
-  if (local_slots_) fill_bytes(local_slots_, 0, stream);
   if (rules_.per_slot()) {
     rows.slot_rows = slot_rows_;
     rows.ones = expert_rows_.weights;

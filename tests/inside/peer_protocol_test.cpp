@@ -66,6 +66,7 @@ class Rank {
   /// A round as kernels take it. False: the step has failed.
   bool pass(Round round, const StepKey& key) {
     for (int to = 0; to < peers_.size; ++to) send_signal<TestWords>(peers_, round, key, to);
+    if (round == Round::kReturn) end_step<TestWords>(peers_);
     ++host_.rounds_sent;
     const Patience patience{kPatience, &host_.abort};
     bool here = true;
@@ -82,9 +83,9 @@ class Rank {
   bool step(const StepKey& key, std::uint64_t number) {
     Host::Arena& own = arena(peers_.rank);
     own.row = row(peers_.rank, number);
-    begin_step<TestWords>(peers_);
     delay();
     if (!pass(Round::kDispatch, key)) return false;
+    begin_return<TestWords>(peers_);
     for (int from = 0; from < peers_.size; ++from) own.results[from] = arena(from).row + 1;
     delay();
     if (!pass(Round::kReturn, key)) return false;
@@ -138,12 +139,13 @@ TEST(PeerProtocolTest, NobodyReadsTooEarlyOrWritesTooEarlyAgain) {
   }
 }
 
-TEST(PeerProtocolTest, EpochsStartAgain) {
+TEST(PeerProtocolTest, NumbersStartAgain) {
   Host host(2);
   for (Host::Arena& arena : host.arenas) {
-    arena.head.epoch = 0xFFFFFFFD;
+    constexpr std::uint32_t kLast = 0xFFFFFFFD;
+    for (std::uint32_t& before : arena.head.before) before = kLast;
     for (auto& round : arena.head.lines) {
-      for (SignalLine& line : round) line.flag = flag_of(arena.head.epoch, kKey);
+      for (SignalLine& line : round) line.flag = flag_of(kLast, kKey);
     }
   }
   host.run([&](int rank) {
@@ -163,13 +165,12 @@ TEST(PeerProtocolTest, WhoDiesOrStopsIsNamedByAllOthers) {
           EXPECT_FALSE(self.step(kKey, 21));
           EXPECT_EQ(self.record.is_written, 1U);
           EXPECT_EQ(self.record.late, 1U << dead);
-          EXPECT_EQ(self.record.epoch, 21U);
+          EXPECT_EQ(self.record.step, 21U);
           EXPECT_EQ(self.record.round, static_cast<std::uint32_t>(round));
           EXPECT_FALSE(self.step(kKey, 22)) << "dead for good";
           return;
         }
         if (round == Round::kReturn) {
-          begin_step<TestWords>(host.peers(rank));
           ASSERT_TRUE(self.pass(Round::kDispatch, kKey));
         }
         const int rounds = 2 * 20 + static_cast<int>(round);
@@ -208,7 +209,7 @@ TEST(PeerProtocolTest, WhoIsInAnotherStepIsNamedByAllAndNamesThem) {
 // To a rank that is a step ahead the other is late, or in another step where it sent nothing yet.
 TEST(PeerProtocolTest, ALostStepIsNamed) {
   Host host(2);
-  begin_step<TestWords>(host.peers(1));
+  end_step<TestWords>(host.peers(1));
   host.run([&](int rank) {
     Rank self(host, rank);
     if (rank == 1) {
@@ -242,9 +243,7 @@ TEST(PeerProtocolTest, TheDeadSendNothing) {
   Host host(2);
   const Peers peers = host.peers(0);
   peers.own().dead = 1;
-  begin_step<TestWords>(peers);
   send_signal<TestWords>(peers, Round::kDispatch, kKey, 1);
-  EXPECT_EQ(peers.own().epoch, 0U);
   EXPECT_EQ(host.arenas[1].head.lines[0][0].flag, 0U);
 }
 

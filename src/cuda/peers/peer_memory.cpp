@@ -10,6 +10,7 @@
 
 #include "core/device_runtime.h"
 #include "core/format.h"
+#include "cuda/device/check.h"
 #include "cuda/peers/allocation.h"
 #include "cuda/peers/host_words.h"
 #include "cuda/peers/steps.h"
@@ -47,6 +48,24 @@ Arenas& arenas() {
 std::uint64_t draw_mark() {
   std::random_device random;
   return std::uint64_t{random()} << 32 | random();
+}
+
+/// What a stream that records a graph has recorded last; null: it records none, or what comes next
+/// follows several things.
+cudaGraphNode_t last_recorded(Stream stream) {
+  if (!is_capturing(stream)) return nullptr;
+  cudaStreamCaptureStatus status{};
+  const cudaGraphNode_t* nodes = nullptr;
+  const cudaGraphEdgeData* edges = nullptr;
+  std::size_t count = 0;
+  const auto handle = static_cast<cudaStream_t>(stream.handle);
+#if CUDART_VERSION >= 13000
+  const auto ask = cudaStreamGetCaptureInfo;
+#else
+  const auto ask = cudaStreamGetCaptureInfo_v3;
+#endif
+  FUSEDMOE_CUDA_CHECK(ask(handle, &status, nullptr, nullptr, &nodes, &edges, &count));
+  return count == 1 ? nodes[0] : nullptr;
 }
 
 class CudaPeerMemory final : public PeerMemory {
@@ -134,18 +153,20 @@ class CudaPeerMemory final : public PeerMemory {
     }
     const core::CurrentDevice current(place_.device);
     publish_rows(step_, step, rows, stream);
+    recorded_ = last_recorded(stream);
   }
   void pull(const PeerStep& step, const PulledRows& rows, Stream stream) override {
     const core::CurrentDevice current(place_.device);
-    pull_rows(step_, step, rows, stream);
+    pull_rows(step_, step, rows, follows_own(stream), stream);
   }
   void tell_results(const PeerStep& step, Stream stream) override {
     const core::CurrentDevice current(place_.device);
     cuda::tell_results(step_, step, stream);
+    recorded_ = last_recorded(stream);
   }
   void sum(const PeerStep& step, const PeerSum& sum, Stream stream) override {
     const core::CurrentDevice current(place_.device);
-    sum_results(step_, step, sum, stream);
+    sum_results(step_, step, sum, follows_own(stream), stream);
     in_step_ = false;
   }
 
@@ -160,6 +181,10 @@ class CudaPeerMemory final : public PeerMemory {
   static ArenaHead* head_of(const PeerAllocation& arena) {
     return reinterpret_cast<ArenaHead*>(arena.data());
   }
+  /// Whether what is enqueued next comes right behind this rank's last kernel, in a graph: between
+  /// the parts of a step a caller may put work of its own. Without a graph the host is what steps
+  /// wait for.
+  bool follows_own(Stream stream) const { return recorded_ && recorded_ == last_recorded(stream); }
   const PeerAllocation& own_arena() const {
     return *arenas_[static_cast<std::size_t>(place_.rank)];
   }
@@ -174,6 +199,7 @@ class CudaPeerMemory final : public PeerMemory {
   Pinned* const shared_;
   std::vector<std::shared_ptr<PeerAllocation>> arenas_;  // of each rank
   PeerPlace step_;
+  cudaGraphNode_t recorded_ = nullptr;  // the last of its kernels that starts a round
   std::atomic<bool> is_used_{false}, in_step_{false};
 };
 

@@ -31,7 +31,7 @@ std::string differences(const FailureRecord& record) {
     if (!text.empty()) text += "; ";
     text += core::format("{}{}{}, it {}{}{}", before, mine, behind, before, theirs, behind);
   };
-  add("step ", record.epoch, record.their_epoch, "");
+  add("step ", record.step, record.their_step, "");
   add("layer ", record.mine.layer, record.theirs.layer, "");
   add("at most ", record.mine.most_tokens, record.theirs.most_tokens, " tokens");
   add("top-", record.mine.topk, record.theirs.topk, "");

@@ -54,7 +54,7 @@ FUSEDMOE_HD constexpr std::uint32_t hash(const StepKey& key) {
 
 /// What one rank tells another in a round: a line of the other's arena.
 struct alignas(64) SignalLine {
-  std::uint64_t flag = 0;  ///< the step's epoch, and in the lower half the hash of the key
+  std::uint64_t flag = 0;  ///< the step's number, and in the lower half the hash of the key
   StepKey key;             ///< for the text of an error
 };
 
@@ -62,7 +62,10 @@ struct alignas(64) SignalLine {
 struct ArenaHead {
   SignalLine lines[kRounds][kMostPeers];  ///< written by the ranks, each its own
   /// Of this rank alone:
-  std::uint32_t epoch = 0;  ///< number of the step; starts again at 0 behind 2^32 - 1
+  /// Number of the step before that which comes to the round next, or is in it; starts again at 0
+  /// behind 2^32 - 1. Written in the other round alone, so whoever signals or waits finds it as it
+  /// was, also kernels that begin while the one before still runs.
+  std::uint32_t before[kRounds] = {};
   std::uint32_t dead = 0;
   std::uint32_t late = 0, different = 0;  ///< ranks, as bits: those that a wait was given up for
   std::uint32_t told = 0;                 ///< the host ended a wait
@@ -73,10 +76,10 @@ struct ArenaHead {
 /// Why a rank gave up, for the host to read: pinned memory.
 struct FailureRecord {
   std::uint64_t is_written = 0;  ///< all else stands before it
-  std::uint32_t epoch = 0, round = 0;
+  std::uint32_t step = 0, round = 0;
   std::uint32_t late = 0, different = 0, told = 0;  ///< as in ArenaHead
   StepKey mine, theirs;                             ///< of the first rank that is different
-  std::uint32_t their_epoch = 0;
+  std::uint32_t their_step = 0;
 };
 
 /// The ranks as one of them sees them.
@@ -94,8 +97,8 @@ struct Patience {
   const std::uint32_t* abort = nullptr;  ///< not 0: the host ends all waits
 };
 
-FUSEDMOE_HD constexpr std::uint64_t flag_of(std::uint32_t epoch, const StepKey& key) {
-  return std::uint64_t{epoch} << 32 | hash(key);
+FUSEDMOE_HD constexpr std::uint64_t flag_of(std::uint32_t step, const StepKey& key) {
+  return std::uint64_t{step} << 32 | hash(key);
 }
 
 // `Words` is how memory is read and written where the code runs, for all threads that map it:
@@ -106,31 +109,46 @@ FUSEDMOE_HD constexpr std::uint64_t flag_of(std::uint32_t epoch, const StepKey& 
 //   nanoseconds()                    a clock
 //   pause()                          between two looks
 
-/// By one thread of a step's first kernel, before its signals.
+/// By one thread, behind all signals and waits of the round before and ahead of those of the next:
+/// the step goes on to its return, or has sent its signals there.
 FUSEDMOE_HD_EITHER
 template <typename Words>
-FUSEDMOE_HD void begin_step(const Peers& peers) {
-  ArenaHead& own = peers.own();
-  const std::uint32_t dead = Words::load(&own.dead), epoch = Words::load(&own.epoch);
-  if (dead == 0) Words::store(&own.epoch, epoch + 1);
+FUSEDMOE_HD void begin_return(const Peers& peers) {
+  std::uint32_t(&before)[kRounds] = peers.own().before;
+  Words::store(&before[static_cast<int>(Round::kReturn)],
+               Words::load(&before[static_cast<int>(Round::kDispatch)]));
+}
+FUSEDMOE_HD_EITHER
+template <typename Words>
+FUSEDMOE_HD void end_step(const Peers& peers) {
+  std::uint32_t(&before)[kRounds] = peers.own().before;
+  Words::store(&before[static_cast<int>(Round::kDispatch)],
+               Words::load(&before[static_cast<int>(Round::kReturn)]) + 1);
 }
 
-/// Tells a rank that this one has come to the round. By any thread, behind all that the rank may
-/// read then.
+/// Tells a rank that this one, which is not dead, has come to the round. By any thread, behind all
+/// that the rank may read then. `before`: as in ArenaHead.
 FUSEDMOE_HD_EITHER
 template <typename Words>
-FUSEDMOE_HD void send_signal(const Peers& peers, Round round, const StepKey& key, int to) {
-  const ArenaHead& own = peers.own();
-  const std::uint32_t dead = Words::load(&own.dead), epoch = Words::load(&own.epoch);
-  if (dead != 0) return;
+FUSEDMOE_HD void send_signal(const Peers& peers, Round round, const StepKey& key, int to,
+                             std::uint32_t before) {
   SignalLine& line = peers.arenas[to]->lines[static_cast<int>(round)][peers.rank];
-  Words::store_release(&line.flag, flag_of(epoch, key));
+  Words::store_release(&line.flag, flag_of(before + 1, key));
   // The flag does not wait for its key: who wants that sees by the hash whether it has come.
   Words::store(&line.key.layer, key.layer);
   Words::store(&line.key.most_tokens, key.most_tokens);
   Words::store(&line.key.topk, key.topk);
   Words::store(&line.key.row_bytes, key.row_bytes);
   Words::store(&line.key.placement, key.placement);
+}
+/// The same by who has not looked yet.
+FUSEDMOE_HD_EITHER
+template <typename Words>
+FUSEDMOE_HD void send_signal(const Peers& peers, Round round, const StepKey& key, int to) {
+  const ArenaHead& own = peers.own();
+  const std::uint32_t dead = Words::load(&own.dead);
+  const std::uint32_t before = Words::load(&own.before[static_cast<int>(round)]);
+  if (dead == 0) send_signal<Words>(peers, round, key, to, before);
 }
 
 /// The key that belongs to a flag.
@@ -160,14 +178,15 @@ FUSEDMOE_HD bool await_signal(const Peers& peers, Round round, const StepKey& ke
   constexpr int kLooks = 64;  // between those at the clock and at the words that end a wait
   ArenaHead& own = peers.own();
   const std::uint64_t* flag = &own.lines[static_cast<int>(round)][from].flag;
-  const std::uint32_t dead = Words::load(&own.dead), epoch = Words::load(&own.epoch);
+  const std::uint32_t dead = Words::load(&own.dead);
+  const std::uint32_t before = Words::load(&own.before[static_cast<int>(round)]);
   std::uint64_t seen = Words::load_acquire(flag);
   if (dead != 0) return false;
   const std::uint32_t bit = 1U << from;
-  const std::uint64_t expected = flag_of(epoch, key), begin = Words::nanoseconds();
+  const std::uint64_t expected = flag_of(before + 1, key), begin = Words::nanoseconds();
   for (int looks = 1;; ++looks) {
     if (seen == expected) return true;
-    if (static_cast<std::uint32_t>(seen >> 32) != epoch - 1) {  // not that of the step before
+    if (static_cast<std::uint32_t>(seen >> 32) != before) {
       Words::set_bits(&own.different, bit);
       return false;
     }
@@ -194,7 +213,7 @@ FUSEDMOE_HD void give_up(const Peers& peers, Round round, const StepKey& key,
                          FailureRecord& record) {
   ArenaHead& own = peers.own();
   if (Words::set_bits(&own.dead, 1) != 0) return;
-  Words::store(&record.epoch, Words::load(&own.epoch));
+  Words::store(&record.step, Words::load(&own.before[static_cast<int>(round)]) + 1);
   Words::store(&record.round, static_cast<std::uint32_t>(round));
   Words::store(&record.late, Words::load(&own.late));
   const std::uint32_t different = Words::load(&own.different);
@@ -205,7 +224,7 @@ FUSEDMOE_HD void give_up(const Peers& peers, Round round, const StepKey& key,
     if ((different >> from & 1) == 0) continue;
     const SignalLine& line = own.lines[static_cast<int>(round)][from];
     const std::uint64_t flag = Words::load_acquire(&line.flag);
-    record.their_epoch = static_cast<std::uint32_t>(flag >> 32);
+    record.their_step = static_cast<std::uint32_t>(flag >> 32);
     record.theirs = key_of<Words>(line, flag);
     break;
   }

@@ -38,7 +38,7 @@ struct StepParams {
 
   __device__ StepKey key() const {
     StepKey key = fixed_key;
-    key.placement = *placement;
+    key.placement = DeviceWords::load(placement);
     return key;
   }
 };
@@ -61,6 +61,11 @@ __device__ Value* in_arena(const Peers& peers, int rank, std::int64_t offset) {
   return reinterpret_cast<Value*>(reinterpret_cast<char*>(peers.arenas[rank]) + offset);
 }
 
+/// As in ArenaHead.
+__device__ inline std::uint32_t number_before(const StepParams& p, Round round) {
+  return DeviceWords::load(&p.place.peers.own().before[static_cast<int>(round)]);
+}
+
 /// By all threads of a block: waits until all ranks have come to the round. False, for all of them:
 /// the step has failed.
 __device__ inline bool await_all(const StepParams& p, Round round) {
@@ -76,7 +81,8 @@ __device__ inline bool await_all(const StepParams& p, Round round) {
 
 /// By all threads of a block, behind what other ranks may read: the last block of the grid tells
 /// them all. What each block has written is with the other ranks before its ticket is drawn.
-__device__ inline void signal_when_all_done(const StepParams& p, Round round) {
+__device__ inline void signal_when_all_done(const StepParams& p, Round round,
+                                            std::uint32_t before) {
   const Peers& peers = p.place.peers;
   __shared__ bool is_last;
   __syncthreads();
@@ -89,7 +95,7 @@ __device__ inline void signal_when_all_done(const StepParams& p, Round round) {
   if (!is_last) return;
   if (threadIdx.x == 0) peers.own().ticket = 0;
   const int to = static_cast<int>(threadIdx.x);
-  if (to < peers.size) send_signal<DeviceWords>(peers, round, p.key(), to);
+  if (to < peers.size) send_signal<DeviceWords>(peers, round, p.key(), to, before);
 }
 
 /// What another GPU may have written.
@@ -107,15 +113,17 @@ __device__ Unit load_far(const Unit* from) {
 }
 
 /// For work of so many pieces, a team for each where there is room. One block at least: somebody
-/// has to wait and to tell.
+/// has to wait and to tell. `overlap_previous`: see launch().
 template <typename TeamType, typename Kernel, typename Params>
-void launch_teams(Kernel kernel, std::int64_t pieces, Stream stream, const Params& params) {
+void launch_teams(Kernel kernel, std::int64_t pieces, Stream stream, bool overlap_previous,
+                  const Params& params) {
   const std::int64_t most = multiprocessor_count(stream.device);
   const std::int64_t teams =
       std::clamp<std::int64_t>(core::ceil_div(pieces, most), 1, TeamType::kMost);
   const std::int64_t blocks = std::clamp<std::int64_t>(core::ceil_div(pieces, teams), 1, most);
   launch(kernel, dim3(static_cast<unsigned>(blocks)),
-         dim3(static_cast<unsigned>(teams * TeamType::kThreads)), 0, stream, false, params);
+         dim3(static_cast<unsigned>(teams * TeamType::kThreads)), 0, stream, overlap_previous,
+         params);
 }
 
 /// On the current device.

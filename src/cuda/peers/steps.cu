@@ -81,37 +81,55 @@ struct PublishParams {
   std::int32_t num_tokens;
 };
 
-/// Copies the rows to this rank's arena, ids and weights to all. Behind the tokens that there are,
-/// ids are -1.
+/// Number i of the ids and weights of a token, in the arena of rank i / topk. Behind the tokens
+/// that there are, ids are -1.
+struct Choice {
+  std::int32_t id = -1;  // of a logical expert
+  float weight = 0;
+
+  __device__ Choice(const PublishParams& p, int token, int i) {
+    if (token >= p.num_tokens) return;
+    const std::int64_t slot = std::int64_t{token} * p.step.topk + i % p.step.topk;
+    id = p.ids[slot];
+    weight = p.weights[slot];
+  }
+  __device__ void publish(const PublishParams& p, int token, int i) const {
+    const StepParams& s = p.step;
+    const Peers& peers = s.place.peers;
+    const std::int64_t row = std::int64_t{peers.rank} * s.most_tokens + token;
+    const std::int64_t slot = row * s.topk + i % s.topk;
+    in_arena<std::int32_t>(peers, i / s.topk, s.ids)[slot] = p.replicas.choose(id, token);
+    in_arena<float>(peers, i / s.topk, s.weights)[slot] = weight;
+  }
+};
+
+/// Copies the rows to this rank's arena, ids and weights to all.
 __global__ void __launch_bounds__(kMostThreads)
     publish_kernel(const __grid_constant__ PublishParams p) {
   const StepParams& s = p.step;
   const Peers& peers = s.place.peers;
+  let_next_launch_begin();
   const std::uint32_t is_dead = DeviceWords::load(&peers.own().dead);
-  if (blockIdx.x == 0 && threadIdx.x == 0) begin_step<DeviceWords>(peers);
+  const std::uint32_t before = number_before(s, Round::kDispatch);
   const RowTeam team;
+  const int choices = peers.size * s.topk;
   for (int token = team.first; token < s.most_tokens; token += team.step) {
-    const bool is_token = token < p.num_tokens;
-    for (int i = team.thread; i < peers.size * s.topk; i += RowTeam::kThreads) {
-      const int to = i / s.topk, j = i % s.topk;
-      const std::int64_t from = std::int64_t{token} * s.topk + j;
-      const std::int64_t slot = std::int64_t{peers.rank} * s.most_tokens * s.topk + from;
-      const std::int32_t id = is_token ? p.replicas.choose(p.ids[from], token) : -1;
-      const float weight = is_token ? p.weights[from] : 0;
-      if (is_dead != 0) return;
-      in_arena<std::int32_t>(peers, to, s.ids)[slot] = id;
-      in_arena<float>(peers, to, s.weights)[slot] = weight;
-    }
-    for (int t = 0; is_token && t < p.rows.count; ++t) {
+    const Choice first(p, token, team.thread % choices);  // on its way while the row is copied
+    for (int t = 0; token < p.num_tokens && t < p.rows.count; ++t) {
       const TravellingRows& rows = p.rows.tensors[t];
       rows.copy<false>(
           rows.here + token * rows.pitch,
           in_arena<char>(peers, peers.rank, rows.arena) + std::int64_t{token} * rows.row_bytes,
           team.thread, is_dead);
     }
+    if (is_dead != 0) return;
+    if (team.thread < choices) first.publish(p, token, team.thread);
+    for (int i = team.thread + RowTeam::kThreads; i < choices; i += RowTeam::kThreads) {
+      Choice(p, token, i).publish(p, token, i);
+    }
   }
   if (is_dead != 0) return;
-  signal_when_all_done(s, Round::kDispatch);
+  signal_when_all_done(s, Round::kDispatch, before);
 }
 
 struct PullParams {
@@ -155,17 +173,23 @@ __device__ void fetch_rows(const PullParams& p) {
     }
   }
 }
+/// May begin while this rank still publishes: its own signal says when that is done. What is
+/// written here nothing before that reads or writes.
 __global__ void __launch_bounds__(kMostThreads) pull_kernel(const __grid_constant__ PullParams p) {
   if (await_all(p.step, Round::kDispatch)) fetch_rows(p);
+  wait_for_previous_launch();
+  if (blockIdx.x == 0 && threadIdx.x == 0) begin_return<DeviceWords>(p.step.place.peers);
 }
 
 /// Behind the experts. Begins when they end, and so a little earlier than without overlap.
 __global__ void tell_results_kernel(const __grid_constant__ StepParams p) {
   wait_for_previous_launch();
+  let_next_launch_begin();
   const int to = static_cast<int>(threadIdx.x);
   if (to < p.place.peers.size) {
     send_signal<DeviceWords>(p.place.peers, Round::kReturn, p.key(), to);
   }
+  if (to == 0) end_step<DeviceWords>(p.place.peers);
 }
 
 __global__ void read_marks_kernel(const Peers peers, std::uint64_t* marks) {
@@ -184,11 +208,11 @@ void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedR
   p.weights = rows.weights.as<const float>();
   p.replicas = rows.replicas;
   p.num_tokens = static_cast<std::int32_t>(rows.ids.size(0));
-  launch_teams<RowTeam>(publish_kernel, step.most_tokens, stream, p);
+  launch_teams<RowTeam>(publish_kernel, step.most_tokens, stream, false, p);
 }
 
 void pull_rows(const PeerPlace& place, const PeerStep& step, const PulledRows& rows,
-               Stream stream) {
+               bool overlap_previous, Stream stream) {
   PullParams p{};
   p.step = step_params(place, step);
   p.rows = travelling(step, rows.tensors);
@@ -196,7 +220,8 @@ void pull_rows(const PeerPlace& place, const PeerStep& step, const PulledRows& r
   p.slot_rows = rows.slot_rows.as<std::int32_t>();
   p.ones = rows.ones.as<float>();
   p.local_slots = rows.local_slots.as<std::int32_t>();
-  launch_teams<RowTeam>(pull_kernel, place.peers.size * step.most_tokens, stream, p);
+  launch_teams<RowTeam>(pull_kernel, place.peers.size * step.most_tokens, stream, overlap_previous,
+                        p);
 }
 
 void tell_results(const PeerPlace& place, const PeerStep& step, Stream stream) {

@@ -16,9 +16,12 @@ struct PeerPlace {
 
 void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedRows& rows,
                   Stream stream);
-void pull_rows(const PeerPlace& place, const PeerStep& step, const PulledRows& rows, Stream stream);
+/// `overlap_previous`: the launch before is publish_rows(), or tell_results(), of the same step.
+void pull_rows(const PeerPlace& place, const PeerStep& step, const PulledRows& rows,
+               bool overlap_previous, Stream stream);
 void tell_results(const PeerPlace& place, const PeerStep& step, Stream stream);
-void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& sum, Stream stream);
+void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& sum,
+                 bool overlap_previous, Stream stream);
 
 /// marks[r] = the mark in the arena of rank r.
 void read_marks(const Peers& peers, std::uint64_t* marks, Stream stream);

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "cuda/device/overlap.cuh"
 #include "cuda/peers/step_kernels.cuh"
 #include "cuda/rows/element.cuh"
 
@@ -23,7 +24,7 @@ struct SumParams {
 
   /// The rank of a slot's expert; -1: nobody's.
   __device__ int rank_of(std::int64_t slot) const {
-    const std::int32_t id = ids[slot];
+    const auto id = static_cast<std::int32_t>(load_far(ids + slot));
     return id < 0 || id >= num_physical ? -1 : physical_ranks[id];
   }
   /// The ranks that have an expert of a token, as bits; with per_slot nobody needs them.
@@ -83,24 +84,28 @@ __device__ void add_chunk(const SumParams<Output>& p, int token, int column, std
   }
   store_sums(sums, p.output + token * p.output_stride + column, p.accumulate);
 }
+/// May begin while the results are told: by then the experts, and all before them, have ended.
 template <typename Row, typename Output, int kWidth>
 __global__ void __launch_bounds__(kMostThreads)
     sum_results_kernel(const __grid_constant__ SumParams<Output> p) {
   const SumTeam team;
   // What does not depend on other ranks is read while waiting.
   std::uint32_t next_ranks = p.ranks_of(team.first / p.chunks);
-  if (!await_all(p.step, Round::kReturn)) return;
-  for (int i = team.first; i < p.num_tokens * p.chunks; i += team.step) {
-    const std::uint32_t ranks = next_ranks;
-    next_ranks = p.ranks_of((i + team.step) / p.chunks);
-    const int column = (i % p.chunks * SumTeam::kThreads + team.thread) * kWidth;
-    if (column < p.hidden) add_chunk<Row, Output, kWidth>(p, i / p.chunks, column, ranks);
+  if (await_all(p.step, Round::kReturn)) {
+    for (int i = team.first; i < p.num_tokens * p.chunks; i += team.step) {
+      const std::uint32_t ranks = next_ranks;
+      next_ranks = p.ranks_of((i + team.step) / p.chunks);
+      const int column = (i % p.chunks * SumTeam::kThreads + team.thread) * kWidth;
+      if (column < p.hidden) add_chunk<Row, Output, kWidth>(p, i / p.chunks, column, ranks);
+    }
   }
+  wait_for_previous_launch();
 }
 
 }  // namespace
 
-void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& sum, Stream stream) {
+void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& sum,
+                 bool overlap_previous, Stream stream) {
   const std::int64_t num_tokens = sum.output.size(0), hidden = sum.output.size(1);
   const auto launch_kernel = [&](auto row, auto result) {
     using Row = decltype(row);
@@ -127,7 +132,7 @@ void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& su
           p.chunks = static_cast<std::int32_t>(
               core::ceil_div(hidden, std::int64_t{kWidth} * SumTeam::kThreads));
           launch_teams<SumTeam>(sum_results_kernel<Row, Output, kWidth>, num_tokens * p.chunks,
-                                stream, p);
+                                stream, overlap_previous, p);
         },
         results, p.output, p.output + p.output_stride);
   };
