@@ -4,8 +4,9 @@
 #
 #   scripts/check-cuda-build.sh LOG [PROGRAM...]
 #
-# * registers spilled to local memory: the GEMM kernels are compiled so that this already fails the
-#   build (src/CMakeLists.txt); all others are looked for here;
+# * registers spilled to local memory: in kernels of sm90/ this already fails the build
+#   (cmake/FusedmoeKernels.cmake); all others are looked for here;
+# * PTX with the option -Werror, by which a driver refuses to compile what spills on its GPU;
 # * wgmma instructions that ptxas serializes, or setmaxnreg that it ignores (its advices C7508 to
 #   C7518; C7519 is harmless: one more warpgroup.arrive);
 # * a program of more than 100 MB.
@@ -24,6 +25,11 @@ for program in "$@"; do
   echo "$program: $((bytes / 1000000)) MB"
   if ((bytes > max_bytes)); then
     echo "$program: more than $max_bytes bytes" >&2
+    status=1
+  fi
+  # In those of machine code -arch stands between.
+  if [[ -n $(strings -a "$program" | grep -E '^-warn-spills *-Werror') ]]; then
+    echo "$program: PTX with -Werror" >&2
     status=1
   fi
 done
