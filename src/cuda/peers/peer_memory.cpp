@@ -2,11 +2,11 @@
 #include "moe/peer_memory.h"
 
 #include <cuda_runtime.h>
+#include <sys/random.h>
 
 #include <atomic>
 #include <map>
 #include <mutex>
-#include <random>
 
 #include "core/device_runtime.h"
 #include "core/format.h"
@@ -46,8 +46,11 @@ Arenas& arenas() {
 }
 
 std::uint64_t draw_mark() {
-  std::random_device random;
-  return std::uint64_t{random()} << 32 | random();
+  std::uint64_t mark = 0;
+  if (getrandom(&mark, sizeof mark, 0) != sizeof mark) {
+    throw Error::communication("the system has no random numbers for a mark");
+  }
+  return mark;
 }
 
 /// What a stream that records a graph has recorded last; null: it records none, or what comes next
