@@ -240,26 +240,35 @@ TEST_F(CudaQuantizers, DecodedRowsAreThoseOfTheCpu) {
   }
 }
 
-void expect_codes_of_the_cpu(DType dtype, const RowsShape& shape) {
+/// Where a column is in a row of FP8 as f16, see e4m3_f16.cuh.
+std::int64_t place_as_f16(std::int64_t column) {
+  return column / 16 * 16 + (column % 2 == 0 ? 8 : 0) + column % 16 / 2;
+}
+
+/// `as_f16`: the numbers that E4M3 codes are.
+void expect_codes_of_the_cpu(DType dtype, const RowsShape& shape, bool as_f16 = false) {
+  using Kind = cuda::RowTransform::Kind;
   SCOPED_TRACE(std::to_string(shape.rows) + " x " + std::to_string(shape.columns));
   const QuantKey full = *parse_scheme("int8_w8a8:full").activations;
   for (const QuantKey& key :
        {keys::e4m3_tensor(), keys::e4m3_tensor(true), keys::e4m3_row(true), keys::e4m3_group(),
         keys::e4m3_group(true), keys::int8_row(true), full}) {
     const bool int8 = key.value == DType::kI8;
+    if (int8 && as_f16) continue;
     SCOPED_TRACE(fusedmoe::name(QuantScheme{int8 ? keys::int8_row() : keys::e4m3_tensor(), key}));
     const OneExpert one(dtype, shape);
     const std::int64_t pitch = shape.columns + 8;
     const std::int64_t groups = key.group.cols > 0 ? (shape.columns + 127) / 128 : 1;
-    const Tensor codes = Tensor::empty({shape.rows, pitch}, DType::kU8, kGpu);
+    const DType stored = as_f16 ? DType::kF16 : key.value;
+    const Tensor codes = Tensor::empty({shape.rows, pitch}, stored, kGpu);
     const Tensor scales = Tensor::zeros({groups, shape.rows}, DType::kF32, kGpu);
     const Tensor amax = Tensor::zeros({1}, DType::kI32, kGpu);
     cuda::TransformRows args = one.args();
-    args.rows.kind = int8 ? cuda::RowTransform::Kind::kInt8 : cuda::RowTransform::Kind::kFp8;
+    args.rows.kind = int8 ? Kind::kInt8 : as_f16 ? Kind::kFp8AsF16 : Kind::kFp8;
     args.rows.full_range = key.full_range;
     args.rows.from_f16 = dtype == DType::kF16;
     args.rows.to = codes.data();
-    args.rows.to_pitch = pitch;
+    args.rows.to_pitch = bytes(stored, pitch);
     args.rows.scales = key.dynamic ? scales.as<float>() : nullptr;
     args.rows.scale_pitch = groups > 1 ? shape.rows : 0;
     const std::optional<float> static_scale =
@@ -270,9 +279,12 @@ void expect_codes_of_the_cpu(DType dtype, const RowsShape& shape) {
     const Quantized expected = quantized_on_cpu(key, static_scale, shape, dtype);
     for (std::int64_t i = 0; i < shape.rows * shape.columns; ++i) {
       const std::int64_t row = i / shape.columns, column = i % shape.columns;
-      ASSERT_EQ(int{actual.as<const std::uint8_t>()[row * pitch + column]},
-                int{expected.values.as<const std::uint8_t>()[i]})
-          << "row " << row << " column " << column;
+      const std::int64_t at = row * pitch + (as_f16 ? place_as_f16(column) : column);
+      const float code = load_f32(expected.values.data(), key.value, i);
+      const float value = load_f32(actual.data(), stored, at);
+      ASSERT_TRUE(std::isnan(code) ? std::isnan(value)
+                                   : std::bit_cast<int>(value) == std::bit_cast<int>(code))
+          << "row " << row << " column " << column << ": " << value << ", not " << code;
       if (!key.dynamic) continue;
       const std::int64_t group = key.group.cols > 0 ? column / key.group.cols : 0;
       const float wanted = load_f32(expected.scales.data(), *key.scale,
@@ -290,6 +302,11 @@ TEST_F(CudaQuantizers, CodesAndScalesAreThoseOfTheCpu) {
 }
 TEST_F(CudaQuantizers, CodesOfF16RowsAreThoseOfTheCpu) {
   expect_codes_of_the_cpu(DType::kF16, {});
+}
+TEST_F(CudaQuantizers, RowsAsF16HaveTheCodesOfTheCpu) {
+  for (const RowsShape& shape : {RowsShape{}, RowsShape{600, 360}, RowsShape{600, 1800}}) {
+    expect_codes_of_the_cpu(DType::kBF16, shape, true);
+  }
 }
 
 // ------------------------------------------------------------------------------------------------
