@@ -239,6 +239,10 @@ TEST(GemmPlanTest, PublishedModelsGetThePlansThatWereFastest) {
   EXPECT_EQ(qwen3_30b(1024, false), "256x128k1c1t splits 1 bf16");
   EXPECT_EQ(qwen3_30b(1024, true), "256x128k1c1t splits 1 bf16");
   EXPECT_EQ(qwen3_30b(8192, true), "256x128k1c1t splits 1 bf16");
+  MlpShape deepseek_v3 = shape_of(7168, 2048, 256, 8, 1, "fp8");
+  EXPECT_EQ(config(deepseek_v3), "64x16k4c1 splits 1 f32");
+  deepseek_v3.stores_groups = true;
+  EXPECT_EQ(config(deepseek_v3), "64x16k4c1 splits 1 f32") << "a tile each would be too few";
   const auto by_token = [&](std::int64_t hidden, std::int64_t intermediate, std::int64_t experts,
                             std::int64_t topk, std::int64_t num_tokens) {
     return config(shape_of(hidden, intermediate, experts, topk, num_tokens, "fp8_rows"));

@@ -31,7 +31,8 @@ TEST(WeightFormatTest, Fp8WithoutScalesOfKBlocksHasTheRowPass) {
          {keys::e4m3_tensor(), keys::e4m3_tensor(true), keys::e4m3_row(true)}) {
       EXPECT_FALSE(format_of(weights, rows).k_scales);
       EXPECT_TRUE(sm90::kernel_set(format_of(weights, rows)).has_row_pass(few));
-      EXPECT_FALSE(sm90::kernel_set(format_of(weights, rows)).has_row_pass(sm90::kTilesFp8[2]));
+      EXPECT_TRUE(sm90::kernel_set(format_of(weights, rows)).has_row_pass(sm90::kTilesFp8Rows[2]));
+      EXPECT_FALSE(sm90::kernel_set(format_of(weights, rows)).has_row_pass(sm90::kTilesFp8Rows[3]));
     }
     EXPECT_TRUE(format_of(weights, keys::e4m3_group()).k_scales);
   }

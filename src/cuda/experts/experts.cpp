@@ -268,7 +268,7 @@ RowPass CudaExperts::cut_pass(const RowTransform& rows, const FusedMlpParams& pa
   const std::int64_t most = ceil_div(2 * scratch.rows, token_tiles);
   const std::int64_t tiles =
       std::clamp<std::int64_t>(ceil_div(planner_.multiprocessors(), token_tiles), 1, most);
-  return {rows, static_cast<int>(tiles)};
+  return {rows, static_cast<int>(tiles), 0};
 }
 
 /// In one launch, unless the rows between the GEMMs take one of their own. With one token (in the
@@ -281,6 +281,8 @@ void CudaExperts::run_gemms(const ForwardArgs& args, const FusedMlpParams& param
     rows_.set_codes(args, scratch, step.gemms[0]);
   } else if (rows_.stores_groups(config.tile)) {
     rows_.set_groups(scratch, step.gemms[0]);
+  } else if (rows_.joins_groups(config.tile)) {
+    step.pass = {rows_.activated(args, scratch, params), 0, scratch.group_counters};
   } else if (planner_.family().has_row_pass(format(), config.tile) && rows_.may_have_row_pass() &&
              most_tokens > 1) {
     step.pass = cut_pass(rows_.activated(args, scratch, params), params, scratch, config.tile);

@@ -19,11 +19,13 @@ void fused_mlp(const FusedMlpParams& params, const KernelFamily& family, const W
   const bool stores_groups = params.gemms[0].out_scales != nullptr;
   check(!stores_groups || tile.has_whole_groups(), "has no whole groups to quantize");
   check(params.pass.tiles == 0 || family.has_row_pass(format, tile), "has no row pass");
+  const bool joins_groups = params.pass.group_counters > 0;
+  check(!joins_groups || tile.has_parts_of_groups(), "has no parts of groups");
   const bool stores_codes = params.gemms[0].out_e4m3;
   check(!stores_codes || (format.stores_codes() && !family.decodes_fp8_rows()),
         "does not store E4M3 codes");
   check(params.num_gemms == 1 || !format.coded_rows() || stores_groups || stores_codes ||
-            params.pass.tiles > 0,
+            joins_groups || params.pass.tiles > 0,
         "does not quantize the rows between the GEMMs");
   const auto all = family.launches();
   const auto of_format = std::find_if(all.begin(), all.end(), [&](const FormatLaunches& launches) {

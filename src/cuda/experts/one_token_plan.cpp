@@ -44,12 +44,12 @@ bool prefers_one_token(const MlpShape& shape) {
   const BlockGrid first = format.grid(shape.intermediate, shape.hidden, shape.gated);
   const BlockGrid second = format.grid(shape.hidden, shape.intermediate, false);
   const std::int64_t bytes = shape.topk * (first.count() + second.count()) * format.block.bytes;
-  constexpr double kLeastBusy = 0.75;
+  const double least_busy = format.k_scales ? 0.65 : 0.75;
   const std::int64_t slices = slices_of(shape.hidden, false);
   const auto busy =
       static_cast<double>(slices) /
       static_cast<double>(ceil_div(slices, shape.multiprocessors) * shape.multiprocessors);
-  return bytes <= most && busy >= kLeastBusy;
+  return bytes <= most && busy >= least_busy;
 }
 
 }  // namespace fusedmoe::cuda

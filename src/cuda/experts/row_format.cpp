@@ -7,9 +7,9 @@ bool RowFormat::needs_hidden_pass() const {
   return has_coded_rows() && key->dynamic && key->group.rows < 0;
 }
 
-bool RowFormat::stores_groups(const TileShape& tile) const {
+bool RowFormat::quantizes_groups() const {
   return has_coded_rows() && format_.k_scales && config_.scheme.activations->group.cols > 0 &&
-         is_gated(config_.activation) && !config_.hooks && tile.has_whole_groups();
+         is_gated(config_.activation) && !config_.hooks;
 }
 
 bool RowFormat::stores_codes() const {

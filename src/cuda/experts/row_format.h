@@ -30,11 +30,20 @@ class RowFormat {
   bool needs_hidden_pass() const;
   /// True if GEMM 1's tile holds whole groups of 128 features, so that its epilogue can quantize
   /// them.
-  bool stores_groups(const TileShape& tile) const;
+  bool stores_groups(const TileShape& tile) const {
+    return quantizes_groups() && tile.has_whole_groups();
+  }
+  /// True if several tiles share such a group, and the last one quantizes it.
+  bool joins_groups(const TileShape& tile) const {
+    return quantizes_groups() && tile.has_parts_of_groups();
+  }
   /// True if GEMM 1 quantizes, in tiles of any shape: the scale is known, and the same for all.
   bool stores_codes() const;
   /// Whether the launch of both GEMMs may quantize activated rows (RowPass).
   bool may_have_row_pass() const { return !needs_hidden_pass() && !config_.hooks; }
+
+ private:
+  bool quantizes_groups() const;
 
  protected:
   const MoeConfig& config_;

@@ -43,7 +43,11 @@ Scratch::Scratch(const ProblemSize& problem, const RowFormat& format, Variant va
     return cutter.take(
         static_cast<std::size_t>(fusedmoe::bytes(dtype, Shape({rows, pitch}).numel())));
   };
-  const std::int64_t num_words = num_counters(config.tile, rows, experts);
+  std::int64_t num_words = num_counters(config.tile, rows, experts);
+  if (format.joins_groups(config.tile)) {
+    group_counters = static_cast<int>(num_words);
+    num_words += num_group_counters(config.tile, rows, experts, problem.intermediate);
+  }
   num_zeroed = num_words + 2;
   counters = static_cast<std::int32_t*>(cutter.take(4 * static_cast<std::size_t>(num_zeroed)));
   amax = reinterpret_cast<std::uint32_t*>(counters + num_words);

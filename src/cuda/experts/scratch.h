@@ -32,6 +32,7 @@ struct Scratch {
   std::int64_t activated_pitch = 0;  // elements
   void* routing = nullptr;
   std::int32_t* counters = nullptr;
+  int group_counters = 0;         // RowPass::group_counters
   std::uint32_t* amax = nullptr;  // (2) behind the counters, cleared with them
   void* permuted = nullptr;       // (rows, hidden): hidden states in expert order; or null
   QuantizedRows hidden;           // the same as codes

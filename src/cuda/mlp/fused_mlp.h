@@ -64,11 +64,16 @@ struct GemmParams {
   Epilogue epilogue = Epilogue::kStore;
 };
 
-/// The pass that quantizes what GEMM 1 stores for GEMM 2, in tiles of the launch of both; a row's
-/// scale depends on no other row. For KernelFamily::has_row_pass().
+/// How the launch of both GEMMs quantizes rows that GEMM 1 has stored for GEMM 2. A row's scale
+/// depends on no other row.
 struct RowPass {
   RowTransform rows;
-  int tiles = 0;  ///< of each token tile; 0: there is no pass
+  /// In tiles of their own, so many for each token tile; for KernelFamily::has_row_pass(). 0: not.
+  int tiles = 0;
+  /// By whoever stores the last part of a group of 128 features, in tiles of
+  /// TileShape::has_parts_of_groups(): which of FusedMlpParams::counters is the first of those that
+  /// count parts, (token tiles, groups). 0: not.
+  int group_counters = 0;
 };
 
 /// When a launch begins, and when it lets the next one begin. See launch.h for the rules. Except
@@ -124,6 +129,12 @@ struct FusedMlpParams {
 constexpr std::int64_t num_counters(const TileShape& tile, std::int64_t rows,
                                     std::int64_t num_experts) {
   return 1 + ceil_div(rows, tile.max_tokens) + num_experts;
+}
+/// Words behind them for RowPass::group_counters, with so many features.
+constexpr std::int64_t num_group_counters(const TileShape& tile, std::int64_t rows,
+                                          std::int64_t num_experts, std::int64_t width) {
+  const std::int64_t token_tiles = num_counters(tile, rows, num_experts) - 1;
+  return (rows < token_tiles ? rows : token_tiles) * ceil_div(width, kGroupFeatures);
 }
 
 /// Largest number of experts.

@@ -35,10 +35,13 @@ __device__ inline int count_of_stored(const FusedMlpParams& p, const WorkTile& t
 
 /// Returns once the counter of the token tile has come so far. A build with assertions gives up
 /// after some seconds: another forward uses the same workspace at the same time. It traps, as a
-/// call of assert() would have ptxas serialize all wgmma.
+/// call of assert() would have ptxas serialize all wgmma. `kByWarp`: all lanes of a warp together.
+template <bool kByWarp = false>
 __device__ inline void wait_until_stored(const FusedMlpParams& p, const WorkTile& tile, int count) {
   for (int tries = 0;; ++tries) {
-    if (count_of_stored(p, tile) >= count) return;
+    int stored = count_of_stored(p, tile);
+    if constexpr (kByWarp) stored = __shfl_sync(~0U, stored, 0);
+    if (stored >= count) return;
 #ifndef NDEBUG
     if (tries == 1 << 24) __trap();
 #endif

@@ -5,8 +5,8 @@
 
 namespace fusedmoe::cuda {
 
-/// Row blocks of a gated w13 that have 128 features.
-inline constexpr int kBlocksOfGroup = 4;
+/// Features that share an FP8 scale, and the row blocks of a gated w13 that have them.
+inline constexpr int kGroupFeatures = 128, kBlocksOfGroup = 4;
 
 /// row_groups * k_groups warpgroups multiply. Each row group has row_blocks blocks of 64 weight
 /// rows; its K groups take the K blocks in turns, and the epilogue adds their accumulators in
@@ -34,6 +34,10 @@ struct TileShape {
   /// Whether a gated tile of GEMM 1 has the 128 features of a group that shares an FP8 scale.
   constexpr bool has_whole_groups() const {
     return stages == 0 && tile_row_blocks() == kBlocksOfGroup;
+  }
+  /// Whether it has a part of such a group, and stores it while the next tile is multiplied.
+  constexpr bool has_parts_of_groups() const {
+    return has_epilogue_warpgroup() && tile_row_blocks() < kBlocksOfGroup;
   }
   constexpr int tile_row_blocks() const { return row_groups * row_blocks; }
   constexpr bool operator==(const TileShape&) const = default;

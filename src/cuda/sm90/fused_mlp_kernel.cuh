@@ -7,9 +7,10 @@
 //   load_scales                a warp      brings scales, where each K block has its own
 //   multiply_tiles             warpgroups  multiply; without an epilogue warpgroup they also store
 //   multiply_token_tiles       warpgroups  the same with tokens as rows (TileShape)
-//   run_epilogues              a warpgroup stores small tiles while the next is multiplied;
-//                                          quantizes rows between the GEMMs (row_pass.cuh)
+//   run_epilogues              a warpgroup stores small tiles while the next is multiplied
 //   publish_tiles              one thread  tells other thread blocks which tiles are stored
+//
+// Who stores tiles may also quantize rows between the GEMMs (row_pass.cuh, join_group.cuh).
 //
 // Weights never wait for activations: those of GEMM 2 are under way while the last tiles of GEMM 1
 // are still computed. Only GEMM 2's activation loads wait for the GEMM 1 tiles that produce them.
@@ -20,9 +21,9 @@
 // token rows for all. Its first block draws the tile index, and tells the others.
 //
 // Files: kernel.cuh (sizes, shared memory, barriers), copies.cuh, mainloop*.cuh, store_tile.cuh,
-// row_pass.cuh (what the roles do for one tile), token_rows.cuh and store_token_rows.cuh (the same
-// with tokens as rows); in mlp/ tile_scheduler.cuh (which tile is next), epilogue*.cuh and
-// stored_rows.cuh.
+// row_pass.cuh, join_group.cuh (what the roles do for one tile), token_rows.cuh and
+// store_token_rows.cuh (the same with tokens as rows); in mlp/ tile_scheduler.cuh (which tile is
+// next), epilogue*.cuh and stored_rows.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -141,7 +142,12 @@ __device__ __forceinline__ void multiply_tiles(SharedMemory<K>& shared, const Fu
     const WorkTile& tile = shared.tiles[slot];  // read where needed: registers are scarce
     if (tile.gemm < 0) return;
     if (is_row_pass<K>(tile)) {
-      publish_nothing(shared, count % 2 ^ 1);
+      if constexpr (K::kHasEpilogueWarpgroup) {
+        publish_nothing(shared, count % 2 ^ 1);
+      } else if constexpr (K::kHasRowPass) {
+        quantize_rows(shared, p, tile, coords);
+        arrive(&shared.tile_stored[slot]);
+      }
       continue;
     }
     if constexpr (!K::kHasEpilogueWarpgroup) {
@@ -188,7 +194,7 @@ __device__ __forceinline__ void run_epilogues(SharedMemory<K>& shared, const Fus
     const WorkTile& tile = shared.tiles[slot];
     if (tile.gemm < 0) return;
     if (is_row_pass<K>(tile)) {
-      if constexpr (K::kHasRowPass) quantize_rows(shared, p, tile);
+      if constexpr (K::kHasRowPass) quantize_rows(shared, p, tile, WarpgroupCoords<K>{0});
       accept_nothing(shared, count % 2);
     } else {
       store_published_tile(shared, p, tile, count % 2);

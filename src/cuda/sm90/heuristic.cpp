@@ -22,10 +22,10 @@ TileShape choose_tile(const MlpShape& shape, const Load& load, const ConfigList&
   //   decoded   1 + k / 20        tiles with an epilogue warpgroup, but no K groups: decoding costs
   //                               the same whatever a tile's rows
   //   as is     k k / 15, least 1 none of either: a short K is over too soon for another warpgroup
-  //   groups    0.8               as decoded: tiles with K groups take another launch
+  //   groups    1                 as decoded: tiles with K groups quantize later
   //   E4M3      3 + k / 10        as decoded
   const double large = waves(shape, load, load.rows, gate_and_up(shape), with_epilogue_warpgroup);
-  const bool few = large <= (shape.stores_groups ? 0.8
+  const bool few = large <= (shape.stores_groups ? 1
                              : format.decodes    ? 1 + k / 20
                              : format.fp8_rows   ? 3 + k / 10
                                                  : std::max(1.0, k * k / 15));

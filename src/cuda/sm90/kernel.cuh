@@ -52,7 +52,7 @@ struct Kernel {
   // be a good part of the time.
   static constexpr bool kHasEpilogueWarpgroup = kTile.has_epilogue_warpgroup();
   static_assert(kHasEpilogueWarpgroup || kKGroups == 1, "K groups meet in shared memory");
-  // Whether the epilogue warpgroup can also quantize what GEMM 1 has stored (row_pass.cuh).
+  // Whether the storing warpgroups can also quantize what GEMM 1 has stored (row_pass.cuh).
   static constexpr bool kHasRowPass = kSet.has_row_pass(kTile);
   static_assert(!kHasRowPass || kCluster == 1);
   static constexpr int kThreads = 128 * (1 + kWarpgroups + (kHasEpilogueWarpgroup ? 1 : 0));
@@ -138,6 +138,9 @@ struct Kernel {
   // Whether it can store E4M3 codes whose scale is known.
   static constexpr bool kStoresCodes = Operands::kFormat.stores_codes();
   static constexpr int kStoredRowBlocks = kHasEpilogueWarpgroup ? kRowGroups : kRowBlocks;
+  // Whether several tiles share such a group (join_group.cuh).
+  static constexpr bool kJoinsGroups =
+      kPromotes && Operands::kHasKScales && kTile.has_parts_of_groups();
   static constexpr int kGroupTokens = kChunkTokens * kStoredRowBlocks / 32;
   // Elements of a staged row on its way out; eight rows lie on different banks.
   static constexpr int kStagedFeatures =
@@ -157,13 +160,15 @@ struct Kernel {
   static constexpr int kPartialAccumulators = kHasEpilogueWarpgroup ? kAccumulators : 1;
   static constexpr int kStoringWarpgroups = kHasEpilogueWarpgroup ? 1 : kRowGroups;
 
+  static constexpr int kPassWarpgroups = kHasRowPass ? kStoringWarpgroups : 1;
   static constexpr int kGroupParts = kStoresGroups ? kStoringWarpgroups : 1;
   static constexpr int kAmaxTokens = kTokensAreRows ? kMaxTokens : kChunkTokens;
 
   static constexpr int kFixedBytes =
       kStoringWarpgroups * kChunkTokens * kStagedPitch * sizeof(typename Output::Element) +
-      2 * kGroupParts * kAmaxTokens * 4 + 16 + int{sizeof(typename Operands::Tables)} +
-      kPartials * kPartialAccumulators * 128 * 4 + (kMaxExperts + 1) * 4 + 1024;
+      2 * kGroupParts * kAmaxTokens * 4 + 16 * kPassWarpgroups +
+      int{sizeof(typename Operands::Tables)} + kPartials * kPartialAccumulators * 128 * 4 +
+      (kMaxExperts + 1) * 4 + 1024;
   static constexpr int kStages = (kSharedLimit - kFixedBytes) / (kStageBytes + kScaleBytes);
   static_assert(kMaxTokens % 16 == 0, "N of wgmma");
   static_assert(kMaxTokens % kChunkTokens == 0);
@@ -186,7 +191,7 @@ struct SharedMemory<sm90::Kernel<Operands, kIndex>> {
   // The largest magnitudes of tokens that are stored together, of each storing warpgroup, in turns.
   float group_amax[2][K::kGroupParts][K::kGroupParts > 1 ? K::kAmaxTokens : 1];
   // The largest magnitudes that the warps of the row pass have found in a row.
-  float row_amax[4];
+  float row_amax[K::kPassWarpgroups][4];
   [[no_unique_address]] typename K::Operands::Tables tables;
   float partials[K::kPartials][K::kPartialAccumulators][128];
   std::uint64_t stage_full[K::kStages];

@@ -33,7 +33,8 @@ struct KernelSet {
   }
   /// Whether tiles of this shape can quantize rows between the GEMMs: FusedMlpParams::pass.
   constexpr bool has_row_pass(const TileShape& tile) const {
-    return format && format->fp8_rows && !format->k_scales && tile.has_epilogue_warpgroup();
+    return format && format->fp8_rows && !format->k_scales && tile.row_blocks == 1 &&
+           tile.max_tokens <= 64;
   }
 };
 

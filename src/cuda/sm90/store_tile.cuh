@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/mlp/epilogue_groups.cuh"
+#include "cuda/sm90/join_group.cuh"
 #include "cuda/sm90/kernel.cuh"
 #include "cuda/sm90/store_side_by_side.cuh"
 
@@ -56,6 +57,9 @@ __device__ inline void store_published_tile(SharedMemory<K>& shared, const Fused
   store_results(shared, p, tile, coords, factors,
                 [&](int chunk, Chunk<K>& values) { read_partials(shared, chunk, values); });
   arrive(&shared.partials_free);
+  if constexpr (K::kJoinsGroups) {
+    if (tile.gemm == 0 && p.pass.group_counters > 0) join_group<K>(p, tile);
+  }
 }
 
 /// For a tile of the row pass, which has no accumulators: both sides meet as for others, so that
