@@ -52,4 +52,13 @@ struct WeightFormat {
   }
 };
 
+/// The row of a table that is of this format; an empty one where there is none.
+template <typename Rows>
+constexpr typename Rows::value_type row_of_format(const Rows& rows, const WeightFormat& format) {
+  for (const auto& row : rows) {
+    if (row.format->name == format.name) return row;
+  }
+  return {};
+}
+
 }  // namespace fusedmoe::cuda

@@ -46,10 +46,7 @@ inline constexpr std::array kKernelSets = {
 
 /// Without tiles where there are no kernels of the format.
 constexpr KernelSet kernel_set(const WeightFormat& format) {
-  for (const KernelSet& set : kKernelSets) {
-    if (set.format->name == format.name) return set;
-  }
-  return {};
+  return row_of_format(kKernelSets, format);
 }
 
 }  // namespace fusedmoe::cuda::sm80

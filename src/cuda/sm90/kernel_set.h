@@ -80,10 +80,7 @@ static_assert(std::all_of(kKernelSets.begin(), kKernelSets.end(), [](const Kerne
 
 /// Without tiles where there are no kernels of the format.
 constexpr KernelSet kernel_set(const WeightFormat& format) {
-  for (const KernelSet& set : kKernelSets) {
-    if (set.format->name == format.name) return set;
-  }
-  return {};
+  return row_of_format(kKernelSets, format);
 }
 
 }  // namespace fusedmoe::cuda::sm90

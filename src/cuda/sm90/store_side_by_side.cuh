@@ -6,6 +6,7 @@
 #include "cuda/device/matrices.cuh"
 #include "cuda/mlp/epilogue.cuh"
 #include "cuda/sm90/kernel.cuh"
+#include "cuda/sm90/tile_thread.cuh"
 
 namespace fusedmoe::cuda::sm90 {
 
@@ -13,14 +14,6 @@ namespace fusedmoe::cuda::sm90 {
 template <typename K>
 inline constexpr bool kStoresSideBySide =
     !K::kHasEpilogueWarpgroup && K::kWarpgroups == 2 && K::kPromotes && K::Operands::kDecodes;
-
-/// The thread's number in its warpgroup, read anew: what depends on it would otherwise be computed
-/// before the first tile and occupy registers in all main loops.
-__device__ __forceinline__ int read_thread() {
-  unsigned thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  return static_cast<int>(thread % 128);
-}
 
 /// Tokens that are stored side by side; one copy of the code for all.
 template <typename K>
@@ -141,7 +134,7 @@ __device__ __forceinline__ void store_side_by_side(SharedMemory<K>& shared, cons
   constexpr int kTokens = kSideBySideTokens<K>;
   static_assert(kTokens % 32 == 0 && K::kMaxTokens % kTokens == 0);
   const GemmParams& gemm = p.gemms[tile.gemm];
-  const int thread = read_thread();
+  const auto thread = static_cast<int>(TileThread<K>().index);
   finish_side_by_side<K>(gemm, tile, coords, thread, accumulators);
   WarpWriter<K> writer(shared, gemm, tile, coords, thread);
   auto& values = accumulators[0];
