@@ -12,6 +12,7 @@
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
+#include "moe/row_flops.h"
 #include "testing/compare.h"
 
 namespace fusedmoe::cli {
@@ -152,9 +153,8 @@ Tensor random_router_weight(const RouterConfig& router, std::int64_t hidden, DTy
 }
 
 BenchWork::BenchWork(const testing::Case& spec, std::int64_t weight_bytes) {
-  const double matrices = is_gated(spec.activation) ? 3 : 2;
-  flops = 2.0 * static_cast<double>(spec.num_tokens * spec.topk) * matrices *
-          static_cast<double>(spec.hidden) * static_cast<double>(spec.intermediate);
+  flops = static_cast<double>(spec.num_tokens * spec.topk) *
+          core::row_flops(spec.activation, spec.hidden, spec.intermediate);
   expert_bytes = static_cast<double>(weight_bytes) / static_cast<double>(spec.num_experts);
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "moe/row_flops.h"
 #include "tools/fit_costs.h"
 
 namespace fusedmoe::cli {
@@ -174,8 +175,10 @@ RankCosts costs_of(const RankBenchOptions& options, std::string_view device, dou
     const auto rows_here = static_cast<double>(num_tokens * model.router.topk);
     const double here = static_cast<double>(model.router.num_experts) / options.num_ranks();
     const double hit = here * (1 - std::pow(1 - 1 / here, rows_here));
-    return ExpertsSample{hit * expert_bytes, rows_here * row_flops(model),
-                         fastest(num_tokens, &RankRow::experts_us).experts_us};
+    return ExpertsSample{
+        hit * expert_bytes,
+        rows_here * core::row_flops(model.activation, model.experts_hidden(), model.intermediate),
+        fastest(num_tokens, &RankRow::experts_us).experts_us};
   };
   RankCosts costs = default_rank_costs();
   costs.dispatch = link(&RankRow::sent_bytes, &RankRow::dispatch_us);

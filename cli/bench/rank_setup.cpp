@@ -44,11 +44,6 @@ MoeConfig rank_config(const RankBenchOptions& options, int rank, Device device) 
   return config;
 }
 
-double row_flops(const ModelConfig& model) {
-  return 2.0 * (is_gated(model.activation) ? 3 : 2) *
-         static_cast<double>(model.experts_hidden() * model.intermediate);
-}
-
 std::vector<const PrepareFinalizeDescriptor*> rank_transports(const RankBenchOptions& options) {
   const MoeConfig config = rank_config(options, 0, parse_device(options.device));
   std::vector<const PrepareFinalizeDescriptor*> serving;

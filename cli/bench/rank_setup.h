@@ -43,9 +43,6 @@ struct RankBenchOptions {
 /// A rank's part of the layer: some of the experts, or a slice of each.
 MoeConfig rank_config(const RankBenchOptions& options, int rank, Device device);
 
-/// Operations of one row in one expert.
-double row_flops(const ModelConfig& model);
-
 /// Those of the registry that serve the deployment, or the one that --experts names. Throws Error
 /// with the reasons where there is none.
 std::vector<const PrepareFinalizeDescriptor*> rank_transports(const RankBenchOptions& options);

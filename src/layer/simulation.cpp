@@ -9,6 +9,7 @@
 #include "layer/prepared_rows.h"
 #include "layer/rank_transports.h"
 #include "moe/replica.h"
+#include "moe/row_flops.h"
 
 namespace fusedmoe {
 namespace {
@@ -183,8 +184,7 @@ SimulatedLayer simulated_layer(const Selection& selection, ExpertPlacement place
   layer.sent_row_bytes = static_cast<double>(layer::sent_row_bytes(config, preparation));
   layer.returned_row_bytes = static_cast<double>(bytes(config.dtype, config.hidden));
   layer.expert_bytes = packed_bytes / static_cast<double>(config.num_local_experts);
-  layer.row_flops = 2.0 * (is_gated(config.activation) ? 3 : 2) *
-                    static_cast<double>(config.hidden * config.intermediate);
+  layer.row_flops = core::row_flops(config.activation, config.hidden, config.intermediate);
   return layer;
 }
 
