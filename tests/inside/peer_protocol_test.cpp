@@ -61,13 +61,26 @@ struct Host {
 /// One rank of a host.
 class Rank {
  public:
-  Rank(Host& host, int rank) : host_(host), peers_(host.peers(rank)), random_(rank + 1U) {}
+  /// `waits_early`: a wait may begin before the rank's own signals, as kernels may in graphs.
+  Rank(Host& host, int rank, bool waits_early = false)
+      : host_(host), peers_(host.peers(rank)), random_(rank + 1U), waits_early_(waits_early) {}
 
-  /// A round as kernels take it. False: the step has failed.
-  bool pass(Round round, const StepKey& key) {
-    for (int to = 0; to < peers_.size; ++to) send_signal<TestWords>(peers_, round, key, to);
-    if (round == Round::kReturn) end_step<TestWords>(peers_);
-    ++host_.rounds_sent;
+  /// A round as kernels take it, behind what `before` does. False: the step has failed.
+  bool pass(
+      Round round, const StepKey& key, const std::function<void()>& before = [] {}) {
+    const auto send = [&, dozes = random_() % 4] {
+      before();
+      for (unsigned i = 0; i < dozes; ++i) doze();
+      for (int to = 0; to < peers_.size; ++to) send_signal<TestWords>(peers_, round, key, to);
+      if (round == Round::kReturn) end_step<TestWords>(peers_);
+      ++host_.rounds_sent;
+    };
+    std::jthread sender;
+    if (waits_early_) {
+      sender = std::jthread(send);
+    } else {
+      send();
+    }
     const Patience patience{kPatience, &host_.abort};
     bool here = true;
     for (int from = 0; from < peers_.size; ++from) {
@@ -82,12 +95,10 @@ class Rank {
   /// A whole step: every rank reads all rows, and leaves for each a result of it.
   bool step(const StepKey& key, std::uint64_t number) {
     Host::Arena& own = arena(peers_.rank);
-    own.row = row(peers_.rank, number);
-    delay();
-    if (!pass(Round::kDispatch, key)) return false;
+    const auto publish = [&] { own.row = row(peers_.rank, number); };
+    if (!pass(Round::kDispatch, key, publish)) return false;
     begin_return<TestWords>(peers_);
     for (int from = 0; from < peers_.size; ++from) own.results[from] = arena(from).row + 1;
-    delay();
     if (!pass(Round::kReturn, key)) return false;
     for (int from = 0; from < peers_.size; ++from) {
       EXPECT_EQ(arena(from).results[peers_.rank], row(peers_.rank, number) + 1);
@@ -95,9 +106,6 @@ class Rank {
     return true;
   }
 
-  void delay() {
-    for (unsigned i = random_() % 4; i > 0; --i) doze();
-  }
   /// When so many signals of a round are sent, nobody waits any more: until so many
   /// ranks have given up, each of which may begin to wait only now.
   void let_time_pass(int rounds_sent, int others) {
@@ -120,6 +128,7 @@ class Rank {
   Host& host_;
   const Peers peers_;
   std::minstd_rand random_;
+  const bool waits_early_;
 };
 
 const StepKey kKey{.layer = 4, .most_tokens = 8, .topk = 2, .row_bytes = 128};
@@ -134,6 +143,18 @@ TEST(PeerProtocolTest, NobodyReadsTooEarlyOrWritesTooEarlyAgain) {
         StepKey key = kKey;
         key.layer = static_cast<std::uint32_t>(number % 3);
         ASSERT_TRUE(self.step(key, number)) << self.text();
+      }
+    });
+  }
+}
+
+TEST(PeerProtocolTest, AWaitMayBeginBeforeItsRankHasSignalled) {
+  for (const int size : {2, 5}) {
+    Host host(size);
+    host.run([&](int rank) {
+      Rank self(host, rank, true);
+      for (std::uint64_t number = 1; number <= 300; ++number) {
+        ASSERT_TRUE(self.step(kKey, number)) << self.text();
       }
     });
   }
