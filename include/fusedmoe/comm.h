@@ -203,8 +203,9 @@ class FUSEDMOE_API Communicator {
   /// Collective: on GPUs of one host, makes each rank's GPU lend so many bytes, or as many as
   /// before if that is more, which the kernels of all ranks then read and write. Returns why that
   /// is not possible, the same text on all ranks; empty: it is. Then no layer of this communicator
-  /// needs NCCL to move rows. Layers call it themselves. As graphs hold addresses, more bytes
-  /// behind the first forward are an Error: call it before, with the largest peer_bytes().
+  /// needs NCCL to move rows. Layers call it themselves, and send messages where it is not
+  /// possible. As graphs hold addresses, the blocks cannot grow behind the first forward: call it
+  /// before, with the largest peer_bytes(), where larger layers are made later.
   std::string map_peers(std::size_t bytes);
   /// What map_peers() has made; null: nothing.
   const std::shared_ptr<PeerMemory>& peers() const;

@@ -83,12 +83,10 @@ std::string Communicator::map_peers(std::size_t bytes) {
   if (const auto* reason = std::get_if<std::string>(&asked)) return impl.without_peers = *reason;
   const auto& states = std::get<std::vector<std::string>>(asked);
   if (std::count(states.begin(), states.end(), "used") > 0) {
-    throw Error::invalid(
-        "max_tokens_per_rank",
-        core::format("this layer needs {} bytes of memory that the GPUs map, but layers of {} have "
-                     "run, and graphs hold addresses in them: make the largest layer first, or "
-                     "call map_peers() before",
-                     bytes, impl.peers->bytes()));
+    return core::format(
+        "this layer needs {} bytes of memory that the GPUs map, but layers of {} have run, and "
+        "graphs hold addresses in them: make the largest layer first, or call map_peers() before",
+        bytes, impl.peers->bytes());
   }
   std::shared_ptr<PeerMemory> made;
   const std::string reason = impl.map_arenas(*this, bytes, made);
@@ -103,22 +101,21 @@ std::string Communicator::map_peers(std::size_t bytes) {
   return {};
 }
 
-/// What goes wrong names whose memory this rank cannot have, and the cause where that is known: a
-/// process may not see the other's GPU and map its memory all the same, so only then it is asked.
+/// What goes wrong names whose memory this rank cannot have. Whether its GPU could read the other's
+/// says nothing here: a process may not see that GPU and map its memory all the same.
 void Communicator::Impl::map_arena(int owner, const std::function<void()>& map) const {
   try {
     map();
   } catch (const Error& error) {
-    const bool reads = access[static_cast<std::size_t>(rank) * size + owner];
-    throw Error::communication(core::format("its GPU {} the memory of the GPU of rank {}: {}",
-                                            reads ? "cannot map" : "has no peer access to",
-                                            global(owner), error.what()));
+    throw Error::communication(core::format(
+        "its GPU cannot map the memory of the GPU of rank {}: {}", global(owner), error.what()));
   }
 }
 
 std::string Communicator::Impl::map_arenas(Communicator& communicator, std::size_t bytes,
                                            std::shared_ptr<PeerMemory>& made) const {
-  const auto deadline = comm::SocketClock::now() + options.timeout;
+  // Who waits in vain still has time to say so: the others wait for that as long as for all else.
+  const auto deadline = comm::SocketClock::now() + options.timeout / 2;
   std::unique_ptr<comm::DescriptorSocket> socket;
   const auto offered = offer(communicator, [&] {
     PeerMemory::Place place{options.device, rank, size, {}, options.timeout};

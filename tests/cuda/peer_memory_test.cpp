@@ -310,6 +310,7 @@ TEST_F(PeerMemoryTest, MoreExpertRowsThanThereIsRoomForTakeSeveralPasses) {
   }
 }
 
+/// Then a larger layer sends messages, and says why. Those that there are stay as they are.
 TEST_F(PeerMemoryTest, ArenasGrowUntilTheFirstForward) {
   const LayerWeights weights = make_layer_weights({small_case("bf16")});
   const PeerRanks ranks(2);
@@ -324,14 +325,21 @@ TEST_F(PeerMemoryTest, ArenasGrowUntilTheFirstForward) {
   }
   run_all(small, buffers, {});
   synchronize(Stream{kGpu});
-  const auto errors = errors_of_ranks(2, [&](int rank) {
-    LayerOptions options = options_of(kGpu, false);
-    options.ranks.communicator = ranks.communicators[rank];
-    options.ranks.max_tokens_per_rank = 20000;
-    const MoeLayer layer(weights, options);
+  const auto larger = ranks.make(weights, 20000), later = ranks.make(weights, 8);
+  EXPECT_NE(rows_travel(*larger[0]).find("make the largest layer first"), std::string::npos)
+      << rows_travel(*larger[0]);
+  EXPECT_EQ(rows_travel(*larger[1]), rows_travel(*larger[0]));
+  EXPECT_EQ(rows_travel(*later[0]), "peer memory");
+  EXPECT_EQ(bytes_lent(ranks), bytes);
+  const MoeLayer alone(weights, options_of(kGpu, false));
+  run_ranks(2, [&](int rank) {
+    const Tensor x = to_host(buffers[rank].x);
+    expect_as_one(forward(*larger[rank], x, 4), forward(alone, x, 0), false, rank);
   });
-  for (const std::string& error : errors) {
-    EXPECT_NE(error.find("make the largest layer first"), std::string::npos) << error;
+  run_all(small, buffers, {});
+  synchronize(Stream{kGpu});
+  for (int r = 0; r < 2; ++r) {
+    expect_as_one(to_host(buffers[r].output), forward(alone, to_host(buffers[r].x), 0), false, r);
   }
 }
 

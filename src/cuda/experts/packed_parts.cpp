@@ -137,10 +137,10 @@ void CudaPackedWeights::replace_expert(std::int64_t expert, const PackedWeights&
 void CudaPackedWeights::put(std::int64_t expert, const CudaPackedWeights& from,
                             std::int64_t from_expert) {
   const core::CurrentDevice current(info().device);
-  const OwnedStream stream(info().device);
-  w13_.put(expert, from.w13_, from_expert, stream);
-  w2_.put(expert, from.w2_, from_expert, stream);
-  synchronize(stream);
+  if (!stream_) stream_.emplace(info().device);
+  w13_.put(expert, from.w13_, from_expert, *stream_);
+  w2_.put(expert, from.w2_, from_expert, *stream_);
+  synchronize(*stream_);
 }
 
 void PackedMatrices::put(std::int64_t expert, const PackedMatrices& from, std::int64_t from_expert,

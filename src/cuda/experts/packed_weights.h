@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "cuda/formats/format_kernels.h"
 #include "cuda/mlp/fused_mlp.h"
 #include "fusedmoe/experts.h"
+#include "fusedmoe/runtime.h"
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/weights.h"
 
@@ -139,11 +141,12 @@ class CudaPackedWeights final : public PackedWeights {
  private:
   /// Without arrays.
   CudaPackedWeights(Info info, const FormatKernels& kernels);
-  /// Waits.
+  /// Waits. One thread at a time.
   void put(std::int64_t expert, const CudaPackedWeights& from, std::int64_t from_expert);
 
   const FormatKernels* kernels_;
   PackedMatrices w13_, w2_;
+  std::optional<OwnedStream> stream_;  // of put(): to make one takes as long as its copies
 };
 
 }  // namespace fusedmoe::cuda
