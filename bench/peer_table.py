@@ -16,6 +16,7 @@ NAMES = {
     "mxfp4": "MXFP4",
     "fp8": "FP8 block",
     "fp8-token": "FP8 token",
+    "fp8-static": "FP8 static",
     "int4": "INT4 g128",
     "nvfp4": "NVFP4",
     "w4a8": "W4A8",
@@ -26,7 +27,7 @@ NAMES = {
 
 
 # Parts of the names of files that have no peers.
-OWN = ("zipf", "mxfp4-fp8", "mxfp4-mxfp4", "nvfp4-nvfp4")
+OWN = ("zipf", "mxfp4-mxfp4", "nvfp4-nvfp4")
 
 
 def read_peers(path):
@@ -35,6 +36,10 @@ def read_peers(path):
             (row["model"], row["format"], int(row["num_tokens"])): row
             for row in csv.DictReader(file)
         }
+
+
+def peers_format(scheme):
+    return "mxfp4-fp8" if scheme == "mxfp4_fp8" else scheme.split("_")[0]
 
 
 def us(milliseconds):
@@ -63,7 +68,7 @@ def read_ratios(path, peers):
     ratios = {}
     for row in read_rows(path):
         tokens, time = int(row["tokens"]), float(row["median_ms"])
-        peer = peers.get((row["model"], row["scheme"].split("_")[0], tokens))
+        peer = peers.get((row["model"], peers_format(row["scheme"]), tokens))
         gain = float(peer["peer_us"]) / (1e3 * time) if peer else None
         ratios[row["model"], tokens] = time / float(row["floor_ms"]), gain
     return ratios
@@ -107,7 +112,7 @@ def print_table(path, peers):
     sizes = sorted({int(row["tokens"]) for row in rows})
     cells, ratios, gains = {}, [], []
     for row in rows:
-        key = (row["model"], row["scheme"].split("_")[0], int(row["tokens"]))
+        key = (row["model"], peers_format(row["scheme"]), int(row["tokens"]))
         time, time_text = us(row["median_ms"])
         floor, floor_text = us(row["floor_ms"])
         cell = f"{time_text} / {floor_text} = {time / floor:.2f}x"

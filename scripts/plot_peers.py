@@ -3,7 +3,7 @@
 
 The picture of the README and of docs/performance.md is made by
   scripts/plot_peers.py --peers bench/peers-h200.csv -o docs/speed-h200.svg \\
-      bench/results/h200-5c71b12-{mxfp4,bf16,fp8,int4,nvfp4,w4a8}.csv
+      bench/results/h200-{5c71b12-{mxfp4,bf16},798343d-fp8,5c71b12-{int4,nvfp4},798343d-w4a8}.csv
 """
 import argparse
 import csv
