@@ -2,12 +2,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <utility>
 
 #include "cuda/experts/experts.h"
 #include "cuda/experts/planner.h"
 #include "cuda/sm80/family.h"
+#include "cuda/sm80/tiles.h"
 #include "cuda/sm90/family.h"
 #include "cuda/sm90/kernel_set.h"
 #include "fusedmoe/checkpoint.h"
@@ -183,6 +185,30 @@ TEST(Sm80PlanTest, EveryFormatHasKernels) {
   for (const WeightFormat& format : weight_formats()) {
     EXPECT_FALSE(sm80_family().tiles(format).empty()) << format.name;
   }
+}
+
+TEST(Sm80PlanTest, ALaunchTakesFewerStagesWhereTwoBlocksThenFitAMultiprocessor) {
+  constexpr std::int64_t kBeside = 6 << 10, kReserved = 1 << 10, kSmall = 100 << 10;
+  std::map<std::string, int> stages;
+  for (const WeightFormat& format : weight_formats()) {
+    for (const TileShape& tile : sm80_family().tiles(format)) {
+      for (const std::int64_t bytes : {164 << 10, 228 << 10}) {
+        EXPECT_EQ(sm80::ring_stages(tile, format, kBeside, bytes), tile.stages);
+      }
+      const int few = sm80::ring_stages(tile, format, kBeside, kSmall);
+      const auto two_blocks = [&](int count) {
+        return 2 * (kBeside + kReserved + count * sm80::stage_bytes(tile, format));
+      };
+      stages[std::string(format.name) + " " + to_string(tile)] = few;
+      if (few == tile.stages) continue;
+      EXPECT_GE(few, 2);
+      EXPECT_LE(two_blocks(few), kSmall);
+      EXPECT_GT(two_blocks(few + 1), kSmall);
+    }
+  }
+  EXPECT_EQ(stages["mxfp4 128x16k1s4d2r2"], 3);
+  EXPECT_EQ(stages["bf16 128x16k1s4r2"], 2);
+  EXPECT_EQ(stages["bf16 128x128k1s2r2"], 2);
 }
 
 TEST(GemmPlanTest, NothingToDoHasAValidPlanToo) {

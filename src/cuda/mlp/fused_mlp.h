@@ -107,6 +107,7 @@ struct FusedMlpParams {
   int num_slots = 0;
   core::LocalExperts local_experts;
   LaunchOrder order = LaunchOrder::kApart;
+  int stages = 0;  ///< of the ring, where the launch chooses them (sm80)
   /// num_counters(...) words, zero when the kernel begins.
   std::int32_t* counters = nullptr;
   ResolvedActivation activation{};

@@ -62,7 +62,7 @@ class TileCopies {
   __device__ static void prefetch(const FusedMlpParams& p, const WorkTile& tile) {
     const GemmParams& gemm = p.gemms[tile.gemm];
     const std::uint8_t* weights = block_at(gemm, first_block(gemm, tile));
-    const int blocks = min(K::kStages * K::kStageBlocks, tile.k_end - tile.k_begin);
+    const int blocks = min(p.stages * K::kStageBlocks, tile.k_end - tile.k_begin);
     for (int b = 0; b < min(K::kTileRowBlocks, gemm.row_blocks - tile.row_block); ++b) {
       for (int at = threadIdx.x * 128; at < blocks * K::kBlockBytes; at += K::kThreads * 128) {
         prefetch_l2(weights + at);

@@ -98,12 +98,27 @@ __device__ __forceinline__ void store_tile(SharedMemory<K>& shared, const FusedM
   });
 }
 
+/// Until the copies for this step are there: all but those of the last `stages` - 2 steps.
+__device__ __forceinline__ void wait_for_stage(int stages) {
+  switch (stages) {
+    case 2:
+      return wait_for_copies<0>();
+    case 3:
+      return wait_for_copies<1>();
+    case 4:
+      return wait_for_copies<2>();
+    default:
+      return wait_for_copies<3>();
+  }
+}
+
 /// K is a Kernel<Operands, index of the tile shape>.
 template <typename K>
 __global__ void __launch_bounds__(K::kThreads, K::kBlocks)
     fused_mlp_kernel(const __grid_constant__ FusedMlpParams params) {
-  extern __shared__ __align__(1024) std::uint8_t memory[];
+  extern __shared__ __align__(128) std::uint8_t memory[];
   auto& shared = *reinterpret_cast<SharedMemory<K>*>(memory);
+  std::uint8_t* const ring = memory + ring_offset<K>(params);
   const WarpgroupCoords<K> coords{static_cast<int>(threadIdx.x) / 128};
   const int expert = read_expert(params);
   shared.tables.make(threadIdx.x, K::kThreads);
@@ -122,7 +137,7 @@ __global__ void __launch_bounds__(K::kThreads, K::kBlocks)
   bool was_stored = false;  // a tile, in the step before
   queue.ask();
   while (true) {
-    wait_for_copies<K::kStages - 2>();
+    wait_for_stage(params.stages);
     __syncthreads();
     if (was_stored && threadIdx.x == 0) {
       const WorkTile& tile = shared.tiles[(multiplied - 1) % K::kTileSlots];
@@ -149,12 +164,12 @@ __global__ void __launch_bounds__(K::kThreads, K::kBlocks)
     }
     const bool copies_now = copies.stages_left() > 0;
     if (copies_now) {
-      copies.copy(params, cute::cast_smem_ptr_to_uint(shared.stages[step]));
+      copies.copy(params, cute::cast_smem_ptr_to_uint(ring + step * K::kStageBytes));
       if (copies.stages_left() <= 2) queue.ask();
     }
     commit_copies();
 
-    step = step + 1 < K::kStages ? step + 1 : 0;  // now that of the stage that has come
+    step = step + 1 < params.stages ? step + 1 : 0;  // now that of the stage that has come
     if (copied & 1) {
       const WorkTile& tile = shared.tiles[multiplied % K::kTileSlots];
       if (stages_left == 0) {
@@ -169,7 +184,8 @@ __global__ void __launch_bounds__(K::kThreads, K::kBlocks)
       --stages_left;
       const int done = (num_stages<K>(tile) - 1 - stages_left) * K::kStageBlocks;
       const int blocks = tile.k_end - tile.k_begin - done - coords.k_group() * K::kDepth;
-      multiply_stage<K>(shared, step, blocks, tile.num_tokens, coords, accumulators);
+      multiply_stage<K>(shared.tables, ring + step * K::kStageBytes, blocks, tile.num_tokens,
+                        coords, accumulators);
       if (stages_left == 0) {
         store_tile(shared, params, tile, coords, accumulators);
         ++multiplied;
@@ -178,7 +194,7 @@ __global__ void __launch_bounds__(K::kThreads, K::kBlocks)
     } else if (is_last || copied == 0) {
       __nanosleep(20);  // for the rows of others
     }
-    copied = copied >> 1 | (copies_now ? 1U << (K::kStages - 2) : 0U);
+    copied = copied >> 1 | (copies_now ? 1U << (params.stages - 2) : 0U);
   }
 }
 

@@ -9,9 +9,10 @@ namespace {
 
 /// Thread blocks of a tile that run on a multiprocessor at the same time.
 std::int64_t resident_blocks(const MlpShape& shape, const TileShape& tile) {
-  constexpr std::int64_t kBesideStages = 6 << 10;  // about: rows on their way out, tables, counts
+  constexpr std::int64_t kBeside = 6 << 10;  // about: rows on their way out, tables, counts
   const WeightFormat& format = *shape.format;
-  const std::int64_t bytes = std::int64_t{tile.stages} * stage_bytes(tile, format) + kBesideStages;
+  const int stages = ring_stages(tile, format, kBeside, shape.multiprocessor_shared_bytes);
+  const std::int64_t bytes = std::int64_t{stages} * stage_bytes(tile, format) + kBeside;
   return std::min<std::int64_t>(shape.multiprocessor_shared_bytes / bytes,
                                 most_blocks(tile, format));
 }

@@ -27,13 +27,13 @@ struct Kernel {
   using Output = typename Operands::Output;
 
   static constexpr TileShape kTile = kernel_set(Operands::kFormat).tiles[kIndex];
-  static constexpr int kMaxTokens = kTile.max_tokens, kStages = kTile.stages;
+  static constexpr int kMaxTokens = kTile.max_tokens;
   static constexpr int kRowGroups = kTile.row_groups, kKGroups = kTile.k_groups;
   static constexpr int kRowBlocks = kTile.row_blocks;             // of a row group
   static constexpr int kTileRowBlocks = kTile.tile_row_blocks();  // of a thread block
   static constexpr int kClusterRowBlocks = kTileRowBlocks;
   static constexpr int kThreads = 128 * kTile.warpgroups();
-  static_assert(kStages >= 2, "a pipeline needs stages");
+  static_assert(kTile.stages >= 2 && kTile.stages <= 5, "wait_for_stage() knows as many");
 
   // A thread's accumulators: row blocks by tokens. Those of INT8 become fp32 in the epilogue.
   static constexpr int kAccumulators = kMaxTokens / 2;
@@ -84,7 +84,7 @@ struct Kernel {
   static constexpr int kPartialAccumulators = kHasPartials ? kAccumulators : 1;
 
   static constexpr int kTileSlots = 8;
-  static_assert(kStages <= kTileSlots);
+  static_assert(kTile.stages <= kTileSlots);
   /// Where row_prefix() is, behind tile_prefix.
   __host__ __device__ static constexpr int row_prefix_offset(int num_experts) {
     return num_experts + 1;
@@ -97,8 +97,6 @@ template <OperandPolicy Operands, int kIndex>
 struct SharedMemory<sm80::Kernel<Operands, kIndex>> {
   using K = sm80::Kernel<Operands, kIndex>;
 
-  // The ring of operands.
-  alignas(1024) std::uint8_t stages[K::kStages][K::kStageBytes];
   // Token rows on their way out, of each row group.
   alignas(16) typename K::Output::Element rows[K::kRowGroups][K::kChunkTokens][K::kStagedPitch];
   [[no_unique_address]] typename K::Operands::Tables tables;
@@ -108,21 +106,29 @@ struct SharedMemory<sm80::Kernel<Operands, kIndex>> {
   WorkTile tiles[K::kTileSlots];
   // Whether the next tile's token rows are stored, as it was seen in even and odd steps.
   bool rows_are_stored[2];
-  // The last: only as many of them are there as the launch needs.
+  // The last: only as many of them are there as the launch needs. Behind them the ring of operands.
   std::int32_t tile_prefix[kMaxExperts + 1];
 };
 
 namespace sm80 {
+
+/// Where a launch has its ring of operands, in bytes of shared memory.
+template <typename K>
+__host__ __device__ constexpr int ring_offset(const FusedMlpParams& params) {
+  const int words = params.topk_ids ? 2 * (params.num_experts + 1) : params.num_experts + 1;
+  const auto bytes = offsetof(SharedMemory<K>, tile_prefix) + sizeof(std::int32_t) * words;
+  return static_cast<int>(ceil_div(bytes, kSwizzleBytes) * kSwizzleBytes);
+}
 
 /// Of a launch. With up to 512 experts at most 80 KiB, so that a multiprocessor with 164 has two
 /// blocks; with any number what a block has everywhere.
 template <typename K>
 std::size_t shared_bytes(const FusedMlpParams& params) {
   constexpr std::size_t kFixed = offsetof(SharedMemory<K>, tile_prefix);
-  static_assert(kFixed + 4 * (512 + 1) <= 80 << 10);
-  static_assert(sizeof(SharedMemory<K>) <= 99 << 10);
-  const int words = params.topk_ids ? 2 * (params.num_experts + 1) : params.num_experts + 1;
-  return kFixed + sizeof(std::int32_t) * words;
+  constexpr std::size_t kRing = K::kTile.stages * K::kStageBytes + kSwizzleBytes;
+  static_assert(kFixed + kRing + 4 * (512 + 1) <= 80 << 10);
+  static_assert(sizeof(SharedMemory<K>) + kRing <= 99 << 10);
+  return ring_offset<K>(params) + params.stages * K::kStageBytes;
 }
 
 }  // namespace sm80

@@ -215,10 +215,10 @@ __device__ __forceinline__ void add_narrowest(const BlockOperands<K>& block, int
 
 /// accumulators += the stage's first `blocks` K blocks, of those that it has for this warpgroup.
 template <typename K>
-__device__ __forceinline__ void multiply_stage(const SharedMemory<K>& shared, int index, int blocks,
+__device__ __forceinline__ void multiply_stage(const typename K::Operands::Tables& tables,
+                                               const std::uint8_t* stage, int blocks,
                                                int num_tokens, const WarpgroupCoords<K>& coords,
                                                typename K::Accumulators& accumulators) {
-  const std::uint8_t* stage = shared.stages[index];
   const int lane = coords.thread() % 32, first = coords.k_group() * K::kDepth;
   const int row_block = coords.row_group() * K::kRowBlocks;
   BlockOperands<K> block;
@@ -227,7 +227,7 @@ __device__ __forceinline__ void multiply_stage(const SharedMemory<K>& shared, in
   block.weights =
       stage + K::kWeightsOffset + row_block * K::kRowBlockPitch + first * K::kBlockBytes;
   block.scales = reinterpret_cast<const float*>(stage + K::kScalesOffset) + first * K::kScales;
-  block.tables = &shared.tables;
+  block.tables = &tables;
 #pragma unroll
   for (int k = 0; k < K::kDepth; ++k) {
     if (k >= blocks) break;

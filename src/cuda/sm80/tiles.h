@@ -1,6 +1,6 @@
 // The tile shapes that are compiled of mma.sync. Each takes at most 80 KiB of shared memory, so
 // that one thread block fits a multiprocessor with 100 KiB and two fit one with 164: no tile
-// depends on the GPU.
+// depends on the GPU, only how many of its stages a launch takes.
 #pragma once
 
 #include "cuda/formats/weight_format.h"
@@ -74,6 +74,19 @@ constexpr int most_blocks(const TileShape& tile, const WeightFormat& format) {
                                                              : 384;
   const int of_block = 128 * tile.warpgroups();
   return threads > of_block ? threads / of_block : 1;
+}
+
+/// Stages of a launch's ring, where `beside` bytes of shared memory lie before it: those of the
+/// tile. Fewer where a multiprocessor then has room for two thread blocks and not for one alone,
+/// which would leave each scheduler one warp.
+constexpr int ring_stages(const TileShape& tile, const WeightFormat& format, std::int64_t beside,
+                          std::int64_t multiprocessor_shared_bytes) {
+  constexpr std::int64_t kReserved = 1 << 10;  // of each block
+  const std::int64_t room = multiprocessor_shared_bytes / 2 - kReserved - beside;
+  const std::int64_t stages = room / stage_bytes(tile, format);
+  return most_blocks(tile, format) >= 2 && stages >= 2 && stages < tile.stages
+             ? static_cast<int>(stages)
+             : tile.stages;
 }
 
 }  // namespace fusedmoe::cuda::sm80
