@@ -3,6 +3,8 @@
 #include "fusedmoe/safetensors.h"
 
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <cstring>
 #include <span>
 
@@ -13,6 +15,8 @@
 
 namespace fusedmoe {
 namespace {
+
+constexpr std::uint64_t kCacheLine = 64;  // where serialize_header() lets the data begin
 
 bool aligned(const void* data, DType dtype) {
   const auto size = static_cast<std::uintptr_t>(std::max(bits(dtype) / 8, 1));
@@ -146,9 +150,14 @@ void save_safetensors(const std::filesystem::path& path,
                    "of whole bytes");
     entries.push_back({name, view.dtype(), view.shape(), 0, 0});
   }
-  // Wide elements first: then every tensor is aligned to its element size without padding.
+  // By the power of two that divides their size: then every tensor is aligned to its element size
+  // without padding, and one of whole cache lines, as packed weights are, to a cache line.
+  const auto power = [&](const files::HeaderEntry& entry) {
+    const auto size = static_cast<std::uint64_t>(tensors.at(entry.name).nbytes());
+    return std::min(std::countr_zero(size), std::countr_zero(kCacheLine));
+  };
   std::stable_sort(entries.begin(), entries.end(),
-                   [](const auto& a, const auto& b) { return bits(a.dtype) > bits(b.dtype); });
+                   [&](const auto& a, const auto& b) { return power(a) > power(b); });
   std::int64_t offset = 0;
   for (files::HeaderEntry& entry : entries) {
     entry.begin = offset;

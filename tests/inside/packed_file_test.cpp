@@ -13,6 +13,7 @@
 #include "cpu/pack.h"
 #include "error_text.h"
 #include "fusedmoe/layer.h"
+#include "fusedmoe/safetensors.h"
 #include "layer_problem.h"
 #include "reference/experts.h"
 #include "small_case.h"
@@ -70,6 +71,20 @@ TEST_P(PackedFileTest, ComesBackToTheBit) {
     experts->repack(one, 0, *packed);
     expect_same_parts(*loaded, *packed);
   }
+}
+
+/// Where there are no NUMA nodes to part weights for, they stay in the file's pages.
+TEST_P(PackedFileTest, IsNotCopied) {
+  const TemporaryDirectory folder;
+  const Problem problem = make_problem(small_case(GetParam().scheme));
+  const auto experts = make_experts(problem.spec);
+  const auto packed = experts->pack(problem.weights);
+  save_packed(*experts, *packed, folder / "packed");
+  const SafetensorsFile file = SafetensorsFile::open(folder / "packed");
+  PackedParts parts;
+  for (const std::string& name : file.names()) parts[name] = file.tensor(name);
+  const cpu::CpuPackedWeights mapped(packed->info(), parts, {});
+  EXPECT_EQ(mapped.parts().at("tiles").data(), parts.at("tiles").data());
 }
 
 INSTANTIATE_TEST_SUITE_P(All, PackedFileTest, ::testing::ValuesIn(named_schemes()),

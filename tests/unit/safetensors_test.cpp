@@ -66,13 +66,21 @@ TEST_F(SafetensorsTest, RoundTripOfEveryDType) {
 
 TEST_F(SafetensorsTest, DataIsAlignedWhateverTheNames) {
   for (std::size_t length = 1; length < 70; length += 3) {
-    const Tensor small = pattern({3}, DType::kU8, 1), wide = pattern({5}, DType::kF64, 2);
-    const std::string name(length, 'a');  // sorts before the wide tensor
-    save_safetensors(directory / "x.safetensors", {{name, small}, {"wide", wide}});
+    const Tensor small = pattern({3}, DType::kU8, 1), wide = pattern({5}, DType::kF64, 2),
+                 lines = pattern({2, 64}, DType::kU8, 3);
+    const std::string name(length, 'a');  // sorts before the others
+    save_safetensors(directory / "x.safetensors",
+                     {{name, small}, {"lines", lines}, {"wide", wide}, {"z", lines}});
     const SafetensorsFile file = SafetensorsFile::open(directory / "x.safetensors");
-    EXPECT_EQ(reinterpret_cast<std::uintptr_t>(file.tensor("wide").data()) % 64, 0u);
+    const auto address = [&](const std::string& of) {
+      return reinterpret_cast<std::uintptr_t>(file.tensor(of).data());
+    };
+    EXPECT_EQ(address("wide") % 8, 0u);
+    EXPECT_EQ(address("lines") % 64, 0u);
+    EXPECT_EQ(address("z") % 64, 0u);
     EXPECT_TRUE(same_bytes(file.tensor("wide"), wide));
     EXPECT_TRUE(same_bytes(file.tensor(name), small));
+    EXPECT_TRUE(same_bytes(file.tensor("z"), lines));
   }
 }
 
