@@ -61,8 +61,9 @@ def as_cpp(words, rest, group):
     return f"/** @file\n{words} */\n{rest}"
 
 
-def as_c(words, rest, group):
-    """Each section, which begins with a rule, is a group inside that of the header."""
+def as_c(name, words, rest, group):
+    """Each section, which begins with a rule, is a group inside that of the header; its name begins with the
+    header's, as a group may have several."""
     sections = 0
 
     def section(found):
@@ -72,7 +73,7 @@ def as_c(words, rest, group):
         title, details = [*re.split("[.:] ", text, maxsplit=1), ""][:2]
         close = "/** @} */ " if sections > 1 else ""
         return (
-            f"{close}/** @defgroup {group}_{sections} {title.rstrip('.')}\n"
+            f"{close}/** @defgroup {name}_{sections} {title.rstrip('.')}\n"
             f"{details[:1].upper()}{details[1:]}\n@{{ */\n"
         )
 
@@ -91,7 +92,7 @@ def as_doxygen(name, text):
     if name not in GROUP_OF:
         sys.exit(f"scripts/doxygen_filter.py: {name}.h is in no group")
     group = GROUP_OF[name]
-    return (as_c if group in C else as_cpp)(words, rest, group)
+    return as_c(name, words, rest, group) if group in C else as_cpp(words, rest, group)
 
 
 def pages():

@@ -6,6 +6,7 @@ usage: reference_test.py ROOT
 
 import ast
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -24,9 +25,12 @@ missing = [name for name in ast.literal_eval(public) if name[0] != "_" and f":::
 assert not missing, f"docs/reference.md lacks {missing}"
 
 pages = doxygen("--pages")
+groups = re.findall(r"@defgroup (\w+)", pages)
 headers = [*root.glob("include/*.h"), *root.glob("include/fusedmoe/*.h")]
 for header in headers:
     text = doxygen(header)
     assert text.count("@{ */") == text.count("@} */") > 0, header
+    groups += re.findall(r"@defgroup (\w+)", text)
     assert f"@ref {header.relative_to(root / 'include')} |" in pages, header
+assert len(set(groups)) == len(groups), "several groups have one name"
 print(f"{len(headers)} headers")
