@@ -212,6 +212,12 @@ void check_no_place(const CommandInfo& command, const std::vector<std::string>& 
   }
 }
 
+std::vector<std::string> with_help(const std::deque<OptionInfo>& options) {
+  std::vector<std::string> names = names_of(options);
+  names.emplace_back("--help");
+  return names;
+}
+
 /// Names that there are not, before CLI11 misses what they stand for.
 void check_names(const ProgramInfo& program, const std::vector<std::string>& arguments) {
   const auto is_option = [](const std::string& text) { return text.starts_with("-"); };
@@ -219,7 +225,10 @@ void check_names(const ProgramInfo& program, const std::vector<std::string>& arg
   const CommandInfo* command = first == arguments.end() ? nullptr : program.find(*first);
   if (first != arguments.end() && !command) {
     const std::vector<std::string> known = names_of(program.commands);
-    const std::string near = did_you_mean(*first, known);
+    std::string near = did_you_mean(*first, known);
+    for (const std::string& option : with_help(program.options)) {
+      if (option == "--" + *first) near = "; did you mean " + option + "?";
+    }
     throw UsageError("unknown command " + *first +
                      (near.empty() ? "; there are: " + core::join(known, ", ") : near));
   }
@@ -228,9 +237,8 @@ void check_names(const ProgramInfo& program, const std::vector<std::string>& arg
     const std::string name = argument->substr(0, argument->find('='));
     const bool is_number = name.find_first_not_of("-.0123456789") == std::string::npos;
     if (!is_option(name) || is_number || name == "-h") continue;  // "-" is no option either
-    std::vector<std::string> known =
-        command && argument > first ? names_of(command->options) : names_of(program.options);
-    known.emplace_back("--help");
+    const std::vector<std::string> known =
+        with_help(command && argument > first ? command->options : program.options);
     if (std::find(known.begin(), known.end(), name) == known.end()) {
       const std::string near = did_you_mean(name, known);
       const OptionInfo* place = command ? placed_value(*command) : nullptr;

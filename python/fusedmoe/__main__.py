@@ -37,8 +37,9 @@ def doctor() -> int:
 
 def main() -> int:
     if sys.argv[1:] != ["doctor"]:
-        print("usage: python -m fusedmoe doctor", file=sys.stderr)
-        return 2
+        asked = sys.argv[1:] in (["-h"], ["--help"])
+        print("usage: python -m fusedmoe doctor", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     return doctor()
 
 

@@ -15,6 +15,8 @@ case $situation in
     wrong '^error: unknown option --no-such-option$' doctor --no-such-option
     wrong '^error: unknown command rnu; did you mean run\?$' rnu --checkpoint model
     wrong '^error: unknown command unlike; there are: run, ' unlike
+    wrong '^error: unknown command help; did you mean --help\?$' help run
+    wrong '^error: unknown command version; did you mean --version\?$' version
     wrong '^error: unknown option --vresion; did you mean --version\?$' --vresion
     wrong '^error: --skew zpif: .* balanced, zipf; did you mean zipf\?$' bench --shape 1x1x1x1 --skew zpif
     wrong '^error: unknown option -c$' run -c model

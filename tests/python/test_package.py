@@ -93,6 +93,7 @@ def test_doctor(monkeypatch):
     assert "FUSEDMOE_TOKEN=(set)\n" in output and "a secret" not in output
     wrong = subprocess.run([sys.executable, "-m", "fusedmoe"], capture_output=True, check=False)
     assert wrong.returncode == 2
+    subprocess.run([sys.executable, "-m", "fusedmoe", "--help"], check=True)
 
 
 def test_threads_and_devices():
