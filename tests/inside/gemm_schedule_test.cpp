@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -140,6 +141,23 @@ TEST(GemmScheduleTest, SplitsCoverKInOrder) {
         EXPECT_GE(length, k_blocks / splits);
         EXPECT_LE(length, (k_blocks + splits - 1) / splits);
       }
+    }
+  }
+}
+
+/// As join_group.cuh counts: a token tile has a counter for every kBlocksOfGroup row blocks.
+TEST(GemmScheduleTest, EveryGroupOfFeaturesHasACounter) {
+  const TileShape& tile = sm90::kTilesFp8[0];
+  ASSERT_TRUE(tile.has_parts_of_groups());
+  for (const ScheduleCase& c : schedule_cases()) {
+    SCOPED_TRACE(c.name);
+    const std::int64_t token_tiles = prefix_of(c.rows, tile.max_tokens).back();
+    const auto rows = std::accumulate(c.rows.begin(), c.rows.end(), std::int64_t{0});
+    const auto experts = static_cast<std::int64_t>(c.rows.size());
+    for (std::int64_t width = 1; width <= 600; ++width) {
+      const std::int64_t row_blocks = block_grid(width, 128, true, 128).row_blocks;
+      ASSERT_GE(num_group_counters(tile, rows, experts, width),
+                token_tiles * ceil_div(row_blocks, kBlocksOfGroup));
     }
   }
 }
