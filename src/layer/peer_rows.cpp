@@ -96,7 +96,8 @@ void PeerRows::send(const RowTensors& own, const ForwardArgs& args) {
   if (peers().has_ended()) rules_.group->check();
   set_fixed_counts();
   check_received();
-  if (local_slots_) fill_bytes(local_slots_, 0, args.stream);  // here: nothing parts the next two
+  // Not in receive(): behind publish() comes pull() and nothing else, so that it may begin early.
+  if (local_slots_) fill_bytes(local_slots_, 0, args.stream);
   const std::vector<TensorView> tensors = travelling(own);
   const core::ReplicaTable replicas(destinations_of(own.ids));
   peers().publish(step_, {tensors, own.ids, own.weights, replicas}, args.stream);

@@ -184,9 +184,9 @@ class CudaPeerMemory final : public PeerMemory {
   static ArenaHead* head_of(const PeerAllocation& arena) {
     return reinterpret_cast<ArenaHead*>(arena.data());
   }
-  /// Whether what is enqueued next comes right behind this rank's last kernel, in a graph: between
-  /// the parts of a step a caller may put work of its own. Without a graph the host is what steps
-  /// wait for.
+  /// Whether what is recorded next comes right behind the kernel that this rank has recorded last:
+  /// only then may it begin early, and a caller may put work of its own between the parts of a
+  /// step. False without a graph, where a step waits for the host anyway.
   bool follows_own(Stream stream) const { return recorded_ && recorded_ == last_recorded(stream); }
   const PeerAllocation& own_arena() const {
     return *arenas_[static_cast<std::size_t>(place_.rank)];
@@ -202,7 +202,7 @@ class CudaPeerMemory final : public PeerMemory {
   Pinned* const shared_;
   std::vector<std::shared_ptr<PeerAllocation>> arenas_;  // of each rank
   PeerPlace step_;
-  cudaGraphNode_t recorded_ = nullptr;  // the last of its kernels that starts a round
+  cudaGraphNode_t recorded_ = nullptr;  // of publish() or tell_results(), whichever came last
   std::atomic<bool> is_used_{false}, in_step_{false};
 };
 

@@ -62,9 +62,10 @@ struct alignas(64) SignalLine {
 struct ArenaHead {
   SignalLine lines[kRounds][kMostPeers];  ///< written by the ranks, each its own
   /// Of this rank alone:
-  /// Number of the step before that which comes to the round next, or is in it; starts again at 0
-  /// behind 2^32 - 1. Written in the other round alone, so whoever signals or waits finds it as it
-  /// was, also kernels that begin while the one before still runs.
+  /// For each round the number of the step before the one that is in it, or comes to it next;
+  /// starts again at 0 behind 2^32 - 1. Written only while the rank is in the other round: who
+  /// signals or waits finds it unchanged, also a kernel that begins while the one before still
+  /// runs.
   std::uint32_t before[kRounds] = {};
   std::uint32_t dead = 0;
   std::uint32_t late = 0, different = 0;  ///< ranks, as bits: those that a wait was given up for
@@ -109,8 +110,8 @@ FUSEDMOE_HD constexpr std::uint64_t flag_of(std::uint32_t step, const StepKey& k
 //   nanoseconds()                    a clock
 //   pause()                          between two looks
 
-/// By one thread, behind all signals and waits of the round before and ahead of those of the next:
-/// the step goes on to its return, or has sent its signals there.
+/// The number for the rank's next return: behind the waits of the dispatch, ahead of the signals of
+/// the return. By one thread.
 FUSEDMOE_HD_EITHER
 template <typename Words>
 FUSEDMOE_HD void begin_return(const Peers& peers) {
@@ -118,6 +119,8 @@ FUSEDMOE_HD void begin_return(const Peers& peers) {
   Words::store(&before[static_cast<int>(Round::kReturn)],
                Words::load(&before[static_cast<int>(Round::kDispatch)]));
 }
+/// The number for the rank's next dispatch: behind begin_return(), ahead of the signals of that
+/// dispatch. By one thread.
 FUSEDMOE_HD_EITHER
 template <typename Words>
 FUSEDMOE_HD void end_step(const Peers& peers) {
