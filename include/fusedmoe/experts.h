@@ -368,7 +368,7 @@ class FUSEDMOE_API Experts {
                                               const PackOptions& options = {}) const = 0;
   /// The weights that PackedWeights::parts() took apart; `parts` lie in host memory, or on the
   /// device. Parts on the experts' device are used without a copy, the others are copied to it.
-  /// Nothing is trusted: throws Error for parts that are missing or do not fit. load_packed()
+  /// All parts are checked: throws Error if one is missing or does not fit. load_packed()
   /// (packed_file.h) reads them from a file. Waits. The default throws Error: the implementation
   /// cannot.
   virtual std::shared_ptr<PackedWeights> from_parts(PackedWeights::Info info,

@@ -114,7 +114,8 @@ void Communicator::Impl::map_arena(int owner, const std::function<void()>& map) 
 
 std::string Communicator::Impl::map_arenas(Communicator& communicator, std::size_t bytes,
                                            std::shared_ptr<PeerMemory>& made) const {
-  // Who waits in vain still has time to say so: the others wait for that as long as for all else.
+  // Half of the time: a rank that waits for a descriptor in vain must tell the others so while they
+  // still listen, and they listen for options.timeout.
   const auto deadline = comm::SocketClock::now() + options.timeout / 2;
   std::unique_ptr<comm::DescriptorSocket> socket;
   const auto offered = offer(communicator, [&] {

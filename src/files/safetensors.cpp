@@ -150,8 +150,9 @@ void save_safetensors(const std::filesystem::path& path,
                    "of whole bytes");
     entries.push_back({name, view.dtype(), view.shape(), 0, 0});
   }
-  // By the power of two that divides their size: then every tensor is aligned to its element size
-  // without padding, and one of whole cache lines, as packed weights are, to a cache line.
+  // Sizes that larger powers of two divide come first, up to the size of a cache line. Then each
+  // tensor begins at a multiple of its element size, without padding. Packed weights take whole
+  // cache lines, so they begin at one and can be used where they are mapped.
   const auto power = [&](const files::HeaderEntry& entry) {
     const auto size = static_cast<std::uint64_t>(tensors.at(entry.name).nbytes());
     return std::min(std::countr_zero(size), std::countr_zero(kCacheLine));

@@ -73,7 +73,8 @@ TEST_P(PackedFileTest, ComesBackToTheBit) {
   }
 }
 
-/// Where there are no NUMA nodes to part weights for, they stay in the file's pages.
+/// Weights are used where the file is mapped. With several NUMA nodes they are copied, a part to
+/// each; there are none here.
 TEST_P(PackedFileTest, IsNotCopied) {
   const TemporaryDirectory folder;
   const Problem problem = make_problem(small_case(GetParam().scheme));

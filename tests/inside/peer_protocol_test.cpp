@@ -61,7 +61,8 @@ struct Host {
 /// One rank of a host.
 class Rank {
  public:
-  /// `waits_early`: a wait may begin before the rank's own signals, as kernels may in graphs.
+  /// With `waits_early` a rank may begin to wait before it has sent its own signals, as kernels in
+  /// graphs may.
   Rank(Host& host, int rank, bool waits_early = false)
       : host_(host), peers_(host.peers(rank)), random_(rank + 1U), waits_early_(waits_early) {}
 

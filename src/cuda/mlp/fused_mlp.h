@@ -108,7 +108,8 @@ struct FusedMlpParams {
   core::LocalExperts local_experts;
   LaunchOrder order = LaunchOrder::kApart;
   int stages = 0;  ///< of the ring, where the launch chooses them (sm80)
-  /// num_counters(...) words, zero when the kernel begins.
+  /// num_counters(...) words, then num_group_counters(...) where tiles share groups of features;
+  /// zero when the kernel begins.
   std::int32_t* counters = nullptr;
   ResolvedActivation activation{};
   /// Of what GEMM 1 stores, with two GEMMs. For operands whose WeightFormat::quantizes_rows is set.

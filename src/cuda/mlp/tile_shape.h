@@ -35,7 +35,8 @@ struct TileShape {
   constexpr bool has_whole_groups() const {
     return stages == 0 && tile_row_blocks() == kBlocksOfGroup;
   }
-  /// Whether it has a part of such a group, and stores it while the next tile is multiplied.
+  /// Whether a gated tile of GEMM 1 has fewer features than such a group, and its epilogue runs
+  /// beside the next tile.
   constexpr bool has_parts_of_groups() const {
     return has_epilogue_warpgroup() && tile_row_blocks() < kBlocksOfGroup;
   }

@@ -62,8 +62,8 @@ struct alignas(64) SignalLine {
 struct ArenaHead {
   SignalLine lines[kRounds][kMostPeers];  ///< written by the ranks, each its own
   /// Of this rank alone:
-  /// For each round the number of the step before the one that is in it, or comes to it next;
-  /// starts again at 0 behind 2^32 - 1. Written only while the rank is in the other round: who
+  /// The step that is in round r, or comes to it next, has the number before[r] + 1; behind
+  /// 2^32 - 1 numbers start again at 0. Written only while the rank is in the other round: who
   /// signals or waits finds it unchanged, also a kernel that begins while the one before still
   /// runs.
   std::uint32_t before[kRounds] = {};

@@ -22,8 +22,8 @@
 //
 // Files: kernel.cuh (sizes, shared memory, barriers), copies.cuh, mainloop*.cuh, store_tile.cuh,
 // row_pass.cuh, join_group.cuh (what the roles do for one tile), token_rows.cuh and
-// store_token_rows.cuh (the same with tokens as rows); in mlp/ tile_scheduler.cuh (which tile is
-// next), epilogue*.cuh and stored_rows.cuh.
+// store_token_rows.cuh (the same where tokens are the rows of a tile). mlp/ has what sm80/ shares:
+// tile_scheduler.cuh (which tile is next), epilogue*.cuh, stored_rows.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
