@@ -85,6 +85,8 @@ class FUSEDMOE_API DataPlane {
   virtual std::string_view name() const = 0;
   /// Where the memory of messages lies.
   virtual Device device() const { return {}; }
+  /// Collective over all ranks: connects them, where that was put off until messages are needed.
+  virtual void connect() {}
   /// Sends and receives everything; the messages between two ranks keep their order. On the CPU it
   /// is done when the call returns, on CUDA it is enqueued on `stream`. Messages of no bytes do
   /// not travel. Throws Error where a peer sends another number of bytes than is expected.
@@ -135,7 +137,8 @@ class PeerMemory;  // internal: src/moe/peer_memory.h
 /// new communicator to go on. One thread at a time, except abort() and status().
 class FUSEDMOE_API Communicator {
  public:
-  /// Collective: all ranks make theirs. `data` may be null: then only gather() and barrier() work.
+  /// Collective: all ranks make theirs. `data` may be null: then nothing goes as messages. It
+  /// connects the ranks, unless their rows may go through the memory of GPUs.
   Communicator(int rank, int size, std::shared_ptr<ControlPlane> control,
                std::shared_ptr<DataPlane> data, CommunicatorOptions options = {});
   ~Communicator();
@@ -148,7 +151,7 @@ class FUSEDMOE_API Communicator {
   /// a split that is `r`. Errors name ranks by these numbers.
   int global_rank(int r) const;
   Device device() const;
-  /// Name of the data plane; "none".
+  /// Name of the data plane, whose ranks may not be connected yet; "none".
   std::string_view backend() const;
   std::chrono::milliseconds timeout() const;
   /// Ranks on the host of this rank, with itself.
@@ -175,6 +178,11 @@ class FUSEDMOE_API Communicator {
   /// Throws Error with the reason if it has ended.
   void check() const;
 
+  /// See DataPlane. Layers that send messages call it when they are made, and split() does. Others
+  /// may before the first exchange(), which connects where nobody has: then all ranks must make it,
+  /// and no graph can record it. Throws Error where the ranks have no data plane, or cannot
+  /// connect; the communicator stays usable. `why`: what needs messages, for errors.
+  void connect(std::string_view why = "messages between ranks");
   /// See DataPlane. `what` names the step in errors: "dispatch of step 12 of layer 3".
   void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream stream,
                 std::string_view what);
@@ -288,9 +296,11 @@ struct CallersNccl {
   std::string_view unique_id;
 };
 
-/// Processes that have a control plane: their data plane is TCP on the CPU and NCCL on CUDA.
-/// Collective. Throws Error, on all ranks, where nccl.comm is of another rank, number of ranks or
-/// GPU, or where something of NCCL comes with a CPU.
+/// Processes that have a control plane: their data plane is TCP on the CPU and NCCL on CUDA. Where
+/// rows may go through the memory of GPUs, and the caller brings nothing of NCCL, it is loaded when
+/// messages are first needed (Communicator::connect()). Collective. Throws Error, on all ranks,
+/// where nccl.comm is of another rank, number of ranks or GPU, or where something of NCCL comes
+/// with a CPU.
 FUSEDMOE_API std::shared_ptr<Communicator> make_communicator(int rank, int size,
                                                              std::shared_ptr<ControlPlane> control,
                                                              CommunicatorOptions options = {},

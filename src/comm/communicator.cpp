@@ -9,6 +9,7 @@
 // gather n - 1. So once a rank has read all texts of gather n, every rank has read its text of
 // gather n - 1, and the control plane forgets that.
 #include <algorithm>
+#include <sstream>
 #include <utility>
 
 #include "comm/communicator_impl.h"
@@ -123,18 +124,22 @@ std::string Communicator::Impl::read(const std::string& name, Clock::time_point 
 /// Which ranks share this host, and who can read whose memory.
 void Communicator::Impl::describe_hosts(Communicator& communicator) {
   struct Place {
-    std::string host, process, device;
+    std::string host, process, device, wish;
   };
   std::vector<Place> places;
-  for (const std::string& text :
-       communicator.gather(comm::describe_place(options.device), "joining")) {
-    const std::size_t first = text.find('\n'), second = text.find('\n', first + 1);
-    places.push_back({text.substr(0, first), text.substr(first + 1, second - first - 1),
-                      text.substr(second + 1)});
+  for (const std::string& text : communicator.gather(comm::describe_place(options), "joining")) {
+    std::istringstream lines(text);
+    Place& place = places.emplace_back();
+    for (std::string* line : {&place.host, &place.process, &place.device, &place.wish}) {
+      std::getline(lines, *line);
+    }
   }
   const Place& here = places[rank];
   const core::DeviceRuntime& runtime = core::runtime_of(options.device);
-  for (const Place& place : places) devices.push_back(place.host + " " + place.device);
+  for (const Place& place : places) {
+    devices.push_back(place.host + " " + place.device);
+    wishes.push_back(place.wish);
+  }
   for (int a = 0; a < size; ++a) {
     if (places[a].host == here.host) host_ranks.push_back(a);
     for (int b = 0; b < size; ++b) {
@@ -169,6 +174,7 @@ Communicator::Communicator(int rank, int size, std::shared_ptr<ControlPlane> con
         "options.device", to_string(options.device),
         core::format("that of the data plane, {}", to_string(impl_->data->device())));
     impl_->describe_hosts(*this);
+    if (impl_->data && !impl_->no_peer_memory().empty()) impl_->data->connect();
   } catch (...) {
     comm::post_failure(*impl_->control, rank, core::current_exception_text());
     throw;
@@ -271,6 +277,12 @@ void Communicator::together(const std::function<void()>& step, std::string_view 
 std::shared_ptr<Communicator> Communicator::split(int color) {
   Impl& impl = *impl_;
   const std::vector<std::string> colors = gather(core::to_string(color), "split");
+  try {
+    // Here are all ranks, without whom a part cannot connect.
+    if (impl.data) impl.data->connect();
+  } catch (const Error&) {
+    // A part that needs messages will say so.
+  }
   auto part = std::make_unique<Impl>();
   part->prefix = core::format("{}s{}.{}/", impl.prefix, impl.splits++, color);
   part->read_texts_of_whole = impl.read_texts;
@@ -290,6 +302,7 @@ std::shared_ptr<Communicator> Communicator::split(int color) {
     const bool here = std::find(of_host.begin(), of_host.end(), part->members[a]) != of_host.end();
     if (here) part->host_ranks.push_back(a);
     part->devices.push_back(impl.devices[part->members[a]]);
+    part->wishes.push_back(impl.wishes[part->members[a]]);
     for (int b = 0; b < part->size; ++b) {
       part->access.push_back(peer_access(part->members[a], part->members[b]));
     }

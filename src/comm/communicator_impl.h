@@ -31,6 +31,7 @@ struct Communicator::Impl {
   std::vector<int> host_ranks;
   std::vector<bool> access;          // size x size
   std::vector<std::string> devices;  // of each rank, by names that all hosts have
+  std::vector<std::string> wishes;   // of each rank, for peer memory: "maybe", "yes", "no"
   std::uint64_t gathers = 0, splits = 0, steps = 0, layers = 0;
   /// Names of this rank's texts that are forgotten when all ranks have ended another gather.
   struct ReadTexts {

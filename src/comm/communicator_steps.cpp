@@ -85,6 +85,18 @@ std::vector<Message> Communicator::Impl::outside(std::span<const Message> messag
   return result;
 }
 
+void Communicator::connect(std::string_view why) {
+  check();
+  const std::shared_ptr<DataPlane>& data = impl_->data;
+  FUSEDMOE_CHECK_FAULT(data, kNull, "communicator", "without a data plane",
+                       core::format("one with it, for {}", why));
+  try {
+    data->connect();
+  } catch (const Error& error) {
+    throw Error::communication(core::format("{}: {}", why, error.what()));
+  }
+}
+
 void Communicator::exchange(std::span<const Message> sends, std::span<const Message> receives,
                             Stream stream, std::string_view what) {
   Impl& impl = *impl_;

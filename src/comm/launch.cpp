@@ -8,6 +8,7 @@
 #include <string_view>
 #include <utility>
 
+#include "comm/later_data.h"
 #include "comm/place.h"
 #include "comm/poll.h"
 #include "comm/token.h"
@@ -132,8 +133,12 @@ std::shared_ptr<Communicator> make_communicator(int rank, int size,
       FUSEDMOE_CHECK(!nccl.comm && nccl.unique_id.empty(), "options.device",
                      "cpu, with nccl_comm or nccl_unique_id", "a CUDA device");
       data = make_tcp_data_plane(rank, size, control, options.timeout);
-    } else {
+    } else if (nccl.comm || !nccl.unique_id.empty()) {
       data = make_nccl_data_plane(rank, size, options.device, control, options.timeout, nccl);
+    } else {
+      data = std::make_shared<comm::LaterData>("nccl", options.device, [=] {
+        return make_nccl_data_plane(rank, size, options.device, control, options.timeout);
+      });
     }
   } catch (...) {
     comm::post_failure(*control, rank, core::current_exception_text());

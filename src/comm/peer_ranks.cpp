@@ -1,6 +1,6 @@
-// How the ranks of a communicator come to map each other's GPU memory: all of them or none. Every
-// rank tells first whether it may and wants to, then where its arena is found, then whether it
-// could map those of the others.
+// How the ranks of a communicator come to map each other's GPU memory: all of them or none. What a
+// rank has told when it joined says whether it may and wants to. Then it tells where its arena is
+// found, and then whether it could map those of the others.
 #include <algorithm>
 #include <charconv>
 #include <map>
@@ -36,15 +36,15 @@ struct Offer {
 
 }  // namespace
 
-/// Why this rank cannot take part, or does not want to.
+/// Why a rank cannot take part, or does not want to, as far as all know without trying.
 std::string Communicator::Impl::no_peer_memory() const {
   if (options.device.is_cpu()) return "the ranks are on CPUs";
-  if (options.peer_memory == false) return "peer_memory is false";
   if (host_ranks.size() != static_cast<std::size_t>(size)) return "the ranks are on several hosts";
-  if (options.peer_memory == true) return {};
   for (int r = 0; r < size; ++r) {
-    if (r != rank && devices[r] == devices[rank]) {
-      return core::format("it shares its GPU with rank {}", global(r));
+    if (wishes[r] == "no") return core::format("rank {}: peer_memory is false", global(r));
+    for (int other = 0; wishes[r] == "maybe" && other < size; ++other) {
+      if (other == r || devices[other] != devices[r]) continue;
+      return core::format("rank {}: it shares its GPU with rank {}", global(r), global(other));
     }
   }
   return {};
@@ -74,14 +74,10 @@ std::string Communicator::map_peers(std::size_t bytes) {
   Impl& impl = *impl_;
   if (impl.peers && impl.peers->bytes() >= bytes) return {};
   if (!impl.without_peers.empty()) return impl.without_peers;
-  const auto asked = impl.offer(*this, [&]() -> std::string {
-    if (const std::string reason = impl.no_peer_memory(); !reason.empty()) {
-      throw Error::communication(reason);
-    }
-    return impl.peers && impl.peers->is_used() ? "used" : "new";
-  });
-  if (const auto* reason = std::get_if<std::string>(&asked)) return impl.without_peers = *reason;
-  const auto& states = std::get<std::vector<std::string>>(asked);
+  impl.without_peers = impl.no_peer_memory();
+  if (!impl.without_peers.empty()) return impl.without_peers;
+  const bool used = impl.peers && impl.peers->is_used();
+  const std::vector<std::string> states = gather(used ? "used" : "new", kWhat);
   if (std::count(states.begin(), states.end(), "used") > 0) {
     return core::format(
         "this layer needs {} bytes of memory that the GPUs map, but layers of {} have run, and "

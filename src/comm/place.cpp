@@ -22,9 +22,10 @@ std::string host_name() {
   return gethostname(name.data(), name.size() - 1) == 0 ? name.data() : "localhost";
 }
 
-std::string describe_place(Device device) {
-  return core::format("{}\n{}\n{}", host_name(), getpid(),
-                      core::runtime_of(device).physical_id(device));
+std::string describe_place(const CommunicatorOptions& options) {
+  const char* wish = !options.peer_memory ? "maybe" : *options.peer_memory ? "yes" : "no";
+  return core::format("{}\n{}\n{}\n{}", host_name(), getpid(),
+                      core::runtime_of(options.device).physical_id(options.device), wish);
 }
 
 }  // namespace fusedmoe::comm

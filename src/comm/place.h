@@ -4,7 +4,7 @@
 #include <chrono>
 #include <string>
 
-#include "fusedmoe/tensor.h"
+#include "fusedmoe/comm.h"
 
 namespace fusedmoe::comm {
 
@@ -12,7 +12,8 @@ namespace fusedmoe::comm {
 void check_place(int rank, int size, std::chrono::milliseconds timeout);
 /// Name of this host; "localhost" where the system has none.
 std::string host_name();
-/// Three lines: host, number of the process, physical id of the device.
-std::string describe_place(Device device);
+/// Four lines: host, number of the process, physical id of the device, and whether rows may go
+/// through its memory: "maybe", "yes", "no".
+std::string describe_place(const CommunicatorOptions& options);
 
 }  // namespace fusedmoe::comm

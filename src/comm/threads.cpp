@@ -307,7 +307,7 @@ std::vector<std::shared_ptr<Communicator>> make_thread_communicators(int size,
   std::vector<std::shared_ptr<Communicator>> result;
   result.reserve(planes.size());
   for (int rank = 0; rank < size; ++rank) {
-    control->post(core::format("g0/{}", rank), "=" + comm::describe_place(options.device));
+    control->post(core::format("g0/{}", rank), "=" + comm::describe_place(options));
   }
   for (int rank = 0; rank < size; ++rank) {
     result.push_back(std::make_shared<Communicator>(rank, size, control, planes[rank], options));

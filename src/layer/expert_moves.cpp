@@ -182,7 +182,9 @@ void bring_round(Communicator& communicator, const Experts& experts, const Packe
 
 void bring(Communicator& communicator, const Experts& experts, const PackedWeights& packed,
            std::span<const Transfer> transfers, const Receive& receive, std::string_view what) {
-  for (const std::vector<Transfer>& round : rounds_of(transfers)) {
+  const std::vector<std::vector<Transfer>> rounds = rounds_of(transfers);
+  if (!rounds.empty()) communicator.connect("experts that go to other ranks");
+  for (const std::vector<Transfer>& round : rounds) {
     bring_round(communicator, experts, packed, round, receive, what);
   }
 }

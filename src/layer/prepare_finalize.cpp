@@ -98,7 +98,9 @@ class NoEpSums final : public PrepareAndFinalize {
       : PrepareAndFinalize(descriptor),
         partial_dtype_(context.ranks.combine_dtype.value_or(config.dtype)),
         sums_(context.ranks.communicator),
-        layer_(sums_.communicator()->next_layer()) {}
+        layer_(sums_.communicator()->next_layer()) {
+    sums_.communicator()->connect("sums of ranks with the same tokens");
+  }
 
   bool moves_rows() const override { return true; }
   TransportSizes sizes(const ProblemSize& caller, const Preparation& preparation) const override {

@@ -4,6 +4,7 @@
 
 #include "core/ceil_div.h"
 #include "core/device_runtime.h"
+#include "core/format.h"
 #include "fusedmoe/runtime.h"
 #include "moe/placement.h"
 
@@ -66,7 +67,11 @@ RankRules::RankRules(const MoeConfig& config, const Context& context, bool allga
     no_peer_memory = map_peers(config, context.ranks);
     if (no_peer_memory.empty()) way = RowWay::kPeerMemory;
   }
-  if (way == RowWay::kPeerMemory || way == RowWay::kInPlace) return;
+  if (way == RowWay::kPeerMemory) return;
+  context.ranks.communicator->connect(
+      no_peer_memory.empty() ? std::string("rows that travel")
+                             : core::format("rows that travel as messages ({})", no_peer_memory));
+  if (way == RowWay::kInPlace) return;
   const Shape shape{size, record_bytes(size)};
   const auto memory =
       core::runtime_of(device).allocate_pinned(static_cast<std::size_t>(shape.numel()), device);

@@ -1,4 +1,5 @@
 // Layers whose rows go through the memory of the GPUs: on one GPU, and on all that there are.
+#include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -354,6 +355,41 @@ TEST_F(PeerMemoryTest, BytesAreKnownBefore) {
   EXPECT_GT(bytes, std::size_t{2 * 100 * kHidden * 2});
   EXPECT_LE(bytes, bytes_lent(ranks));
   EXPECT_LT(bytes_lent(ranks) - bytes, std::size_t{4} << 20) << "pages";
+}
+
+bool is_nccl_loaded() {
+  void* library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
+  if (library) dlclose(library);
+  return library != nullptr;
+}
+
+/// By a layer whose rows are messages, where each rank has a GPU.
+TEST_F(PeerMemoryTest, NcclIsLoadedWhenMessagesAreNeeded) {
+  if (is_nccl_loaded()) GTEST_SKIP() << "something else has loaded it";
+  setenv("NCCL_NVLS_ENABLE", "0", 0);  // before NCCL is loaded
+  const int gpus = std::min(cuda_device_count(), 2);
+  const LayerWeights weights = make_layer_weights({small_case("bf16")});
+  const auto control = make_thread_control_plane();
+  run_ranks(2, [&](int rank) {
+    const Device device{DeviceKind::kCuda, rank % gpus};
+    const auto ranks = make_communicator(rank, 2, control, {kPatient, device, true, true});
+    LayerOptions options = options_of(device, false);
+    options.ranks.communicator = ranks;
+    options.ranks.max_tokens_per_rank = kTokens;
+    EXPECT_EQ(rows_travel(MoeLayer(weights, options)), "peer memory");
+    EXPECT_EQ(ranks->backend(), "nccl");
+    EXPECT_FALSE(is_nccl_loaded());
+    ranks->barrier();
+    if (gpus < 2 || !nccl_info().problem.empty()) return;
+    options.ranks.receive_capacity = 2 * kTokens;
+    const MoeLayer layer(weights, options);
+    EXPECT_NE(rows_travel(layer).find("messages over nccl: receive_capacity"), std::string::npos);
+    EXPECT_TRUE(is_nccl_loaded());
+    const Tensor x = random_tensor(DType::kBF16, {tokens_of(rank), kHidden}, 1, 70 + rank);
+    const MoeLayer alone(weights, options_of(device, false));
+    expect_as_one(forward(layer, x, kTokens), forward(alone, x, 0), false, rank);
+    ranks->barrier();
+  });
 }
 
 /// All ranks then send messages, and say why.

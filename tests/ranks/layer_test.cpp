@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 
+#include "error_text.h"
 #include "fusedmoe/quant.h"
 #include "rank_layers.h"
 
@@ -10,8 +11,11 @@ namespace fusedmoe::layer_test {
 
 using testing::bitwise_equal;
 using testing::Case;
+using testing::communicators_without_data;
 using testing::compare;
+using testing::error_text;
 using testing::forward_exactly;
+using testing::has;
 using testing::kPatient;
 using testing::LayerSpec;
 using testing::make_communicators;
@@ -339,6 +343,27 @@ TEST(RankLayersTest, SlicesOfEverySchemeAddUp) {
       EXPECT_LE(
           compare(forward_exactly(layer, x, 0), forward_exactly(alone, x, 0)).max_norm_relative,
           5e-2);
+    });
+  }
+}
+
+/// It says so when it is made.
+TEST(RankLayersTest, WhatNeedsMessagesNeedsADataPlane) {
+  const LayerWeights weights = make_layer_weights({small_case()});
+  for (const char* transport : {"all2all", "allgather_reducescatter", "no_ep"}) {
+    const bool sums = std::string(transport) == "no_ep";
+    RankCase how{.size = 2, .transport = transport};
+    if (sums) how.deployment = Deployment{.tp_size = 2, .expert_parallel = true};
+    const auto comms = communicators_without_data(2);
+    run_ranks(2, [&](int rank) {
+      const std::string error = error_text([&] {
+        MoeLayer(weights, rank_options(how, DType::kBF16, sums ? 0 : kTokens, comms[rank]));
+      });
+      EXPECT_TRUE(has(error, sums ? "communicator: was without a data plane; must be one with it, "
+                                    "for sums of ranks with the same tokens"
+                                  : "communicator: was without a data plane; must be one with it, "
+                                    "for rows that travel"))
+          << error;
     });
   }
 }

@@ -326,6 +326,27 @@ TEST(MovesTest, AreBroughtOverTheSameRanks) {
   });
 }
 
+/// Those of ranks that read each other's memory may have none. All goes on.
+TEST(MovesTest, BetweenRanksNeedADataPlane) {
+  const Communicators comms = make_communicators(2, true, {kPatient});
+  const Communicators over = testing::communicators_without_data(2);
+  const LayerWeights weights = small_weights();
+  run_ranks(2, [&](int rank) {
+    const LayerOptions options = rank_options({.size = 2}, DType::kBF16, kTokens, comms[rank]);
+    MoeLayer layer(weights, options);
+    const ExpertPlacement before = *layer.placement();
+    layer.start_move(before, *over[rank]);  // nothing goes to another rank
+    layer.commit_move();
+    const std::string error = testing::error_text(
+        [&] { layer.start_move(ExpertPlacement::round_robin(kExperts, 2), *over[rank]); });
+    EXPECT_TRUE(has(error, "without a data plane; must be one with it, for experts that go to"))
+        << error;
+    EXPECT_EQ(layer.placement(), before);
+    over[rank]->barrier();
+    expect_as_made_anew(layer, weights, options);
+  });
+}
+
 TEST(MovesTest, NeedExpertsThatAreSharedAndCanMove) {
   MoeLayer alone(small_weights(), one_rank_options({}, DType::kBF16));
   EXPECT_FALSE(alone.placement());

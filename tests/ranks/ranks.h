@@ -154,6 +154,17 @@ class Sequences final : public DataPlane {
   const std::shared_ptr<DataPlane> plane_;
 };
 
+/// Ranks that are threads and cannot exchange bytes.
+inline Communicators communicators_without_data(int size) {
+  const auto control = make_thread_control_plane();
+  Communicators result(static_cast<std::size_t>(size));
+  run_ranks(size, [&](int rank) {
+    result[rank] =
+        std::make_shared<Communicator>(rank, size, control, nullptr, CommunicatorOptions{kPatient});
+  });
+  return result;
+}
+
 /// Ranks that are threads, which lend each other their memory or send messages; `cut`: these are
 /// sequences.
 inline Communicators make_communicators(int size, bool lend, const CommunicatorOptions& options,

@@ -148,9 +148,10 @@ ncclUniqueId shared_id(int rank, ControlPlane& control, milliseconds timeout,
   return id;
 }
 
-/// No rank starts to connect before all are here: NCCL itself waits without end.
+/// No rank starts to connect before all are here, with NCCL: it itself waits without end.
 void meet(int rank, int size, ControlPlane& control, milliseconds timeout) {
-  control.post(core::format("nccl/here/{}", rank), "");
+  control.post(core::format("nccl/here/{}", rank), nccl_info().problem);
+  nccl();
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   std::vector<int> late;
   for (int r = 0; r < size; ++r) {
@@ -159,6 +160,9 @@ void meet(int rank, int size, ControlPlane& control, milliseconds timeout) {
     const auto here =
         control.read_or_fail(core::format("nccl/here/{}", r), std::max(left, milliseconds(0)));
     if (!here) late.push_back(r);
+    if (here && !here->empty()) {
+      throw Error::communication(core::format("NCCL: rank {}: {}", r, *here));
+    }
   }
   if (late.empty()) return;
   throw Error::communication(
@@ -187,15 +191,14 @@ std::shared_ptr<DataPlane> make_nccl_data_plane(int rank, int size, Device devic
                                                 milliseconds timeout, const CallersNccl& nccl) {
   FUSEDMOE_CHECK_FAULT(control, kNull, "control", "null", "a control plane");
   if (nccl.comm && !nccl.unique_id.empty()) throw Error::conflict("nccl_unique_id", "nccl_comm");
-  cuda::nccl();
   std::shared_ptr<cuda::Comm> comm;
   if (nccl.comm) {
     const auto callers = static_cast<ncclComm_t>(nccl.comm);
     cuda::check_comm(callers, rank, size, device);
     comm = std::make_shared<cuda::Comm>(callers, false, device);
   } else {
-    const ncclUniqueId id = cuda::shared_id(rank, *control, timeout, nccl.unique_id);
     cuda::meet(rank, size, *control, timeout);
+    const ncclUniqueId id = cuda::shared_id(rank, *control, timeout, nccl.unique_id);
     comm = cuda::connect_ranks(rank, size, device, id, *control, timeout);
   }
   return std::make_shared<cuda::NcclData>(std::move(comm), rank, size, device, std::move(control),

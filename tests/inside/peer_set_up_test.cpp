@@ -1,0 +1,113 @@
+// When ranks connect for messages whose rows go through the memory of GPUs.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../ranks/ranks.h"
+#include "comm/later_data.h"
+#include "fusedmoe/error.h"
+
+namespace fusedmoe::peer_set_up_test {
+
+using testing::exchange_numbers;
+using testing::kPatient;
+using testing::run_ranks;
+
+/// Counts what is called.
+class FakeData final : public DataPlane {
+ public:
+  std::string_view name() const override { return "fake"; }
+  void exchange(std::span<const Message>, std::span<const Message>, Stream, Waiting&) override {
+    ++exchanges;
+  }
+  bool has_collectives() const override { return true; }
+  void abort() noexcept override { ++aborts; }
+  int exchanges = 0, aborts = 0;
+};
+
+class NoWaiting final : public Waiting {
+ public:
+  std::string_view what() const override { return "a step"; }
+  void check(std::span<const int>) override {}
+};
+
+TEST(LaterDataTest, TheFirstMessagesConnect) {
+  const auto made = std::make_shared<FakeData>();
+  int makes = 0;
+  comm::LaterData plane("later", {}, [&] {
+    ++makes;
+    return made;
+  });
+  EXPECT_EQ(plane.name(), "later");
+  EXPECT_FALSE(plane.has_collectives());
+  EXPECT_EQ(makes, 0);
+  NoWaiting waiting;
+  for (int i = 0; i < 2; ++i) plane.exchange({}, {}, {}, waiting);
+  plane.connect();
+  EXPECT_EQ(makes, 1);
+  EXPECT_EQ(made->exchanges, 2);
+  EXPECT_TRUE(plane.has_collectives());
+  plane.abort();
+  EXPECT_EQ(made->aborts, 1);
+}
+
+TEST(LaterDataTest, WhatConnectsBehindAnAbortIsAborted) {
+  const auto made = std::make_shared<FakeData>();
+  comm::LaterData plane("later", {}, [&] { return made; });
+  plane.abort();
+  EXPECT_EQ(made->aborts, 0);
+  plane.connect();
+  EXPECT_EQ(made->aborts, 1);
+}
+
+TEST(LaterDataTest, WhoCouldNotConnectDoesNotTryAgain) {
+  int makes = 0;
+  comm::LaterData plane("later", {}, [&]() -> std::shared_ptr<DataPlane> {
+    ++makes;
+    throw Error::communication("no cable");
+  });
+  NoWaiting waiting;
+  EXPECT_THROW(plane.connect(), Error);
+  EXPECT_THROW(plane.exchange({}, {}, {}, waiting), Error);
+  EXPECT_EQ(makes, 1);
+}
+
+/// On CPUs rows never go through the memory of GPUs.
+TEST(LaterDataTest, RanksThatNeedMessagesConnectWhenTheyJoin) {
+  const auto control = make_thread_control_plane();
+  const auto planes = make_thread_data_planes(2);
+  std::atomic<int> makes{0};
+  run_ranks(2, [&](int rank) {
+    Communicator ranks(rank, 2, control,
+                       std::make_shared<comm::LaterData>("later", Device{},
+                                                         [&] {
+                                                           ++makes;
+                                                           return planes[rank];
+                                                         }),
+                       {kPatient});
+    exchange_numbers(ranks);
+    ranks.connect();
+  });
+  EXPECT_EQ(makes, 2);
+}
+
+TEST(LaterDataTest, WithoutADataPlaneRanksDoNotConnectAndGoOn) {
+  Communicator ranks(0, 1, make_thread_control_plane(), nullptr, {kPatient});
+  for (int i = 0; i < 2; ++i) {
+    try {
+      ranks.connect("rows of a test");
+      FAIL();
+    } catch (const Error& error) {
+      EXPECT_STREQ(error.what(),
+                   "communicator: was without a data plane; must be one with it, for rows of a "
+                   "test");
+    }
+  }
+  EXPECT_EQ(ranks.backend(), "none");
+  ranks.barrier();
+}
+
+}  // namespace fusedmoe::peer_set_up_test
