@@ -30,6 +30,7 @@
 #include "fusedmoe/tensor.h"
 #include "fusedmoe/version.h"
 #include "layer/tuned_configs.h"
+#include "moe/peer_memory.h"
 #include "ranks.h"
 #include "support.h"
 
@@ -269,8 +270,30 @@ Finding tcp_test() {
   return self_test("tcp", exchanged(2), [&] { run_local_ranks(2, "cpu", join, kTestTimeout); });
 }
 
+/// How each rank reads the memory of the others.
+Finding peer_links(const std::vector<std::vector<PeerLink>>& links) {
+  std::string text;
+  Json all = Json::array();
+  for (std::size_t reader = 0; reader < links.size(); ++reader) {
+    for (std::size_t owner = 0; owner < links[reader].size(); ++owner) {
+      if (reader == owner) continue;
+      const PeerLink& link = links[reader][owner];
+      text +=
+          fmt::format("{}{} reads {} at {:.1f} GB/s, a word in {:.2f} us", text.empty() ? "" : "; ",
+                      reader, owner, link.bytes_per_second / 1e9, link.word_us);
+      all.push_back({{"reader", reader},
+                     {"owner", owner},
+                     {"bytes_per_second", link.bytes_per_second},
+                     {"word_us", link.word_us}});
+    }
+  }
+  return {"peer links", text.empty() ? "not timed" : text, "", all};
+}
+
 /// The GPUs map each other's memory, or two ranks share the one that there is.
-Finding peer_memory_test(int gpus) {
+std::vector<Finding> peer_memory_tests(int gpus) {
+  const int size = std::max(gpus, 2);
+  std::vector<std::vector<PeerLink>> links(static_cast<std::size_t>(size));
   const auto map = [&](const std::shared_ptr<Communicator>& thread) {
     const int rank = thread->rank(), size = thread->size();
     const auto gather = [&](const std::string& text) { return thread->gather(text, "joining"); };
@@ -280,11 +303,13 @@ Finding peer_memory_test(int gpus) {
                        options);
     const std::string problem = ranks.map_peers(std::size_t{1} << 20);
     if (!problem.empty()) throw Error::communication(problem);
+    links[rank] = ranks.peers()->links();
     ranks.barrier();
   };
-  const int size = std::max(gpus, 2);
-  return self_test("peer memory", fmt::format("{} ranks read each other's marks", size),
-                   [&] { run_local_ranks(size, "cpu", map, kTestTimeout); });
+  const Finding mapped =
+      self_test("peer memory", fmt::format("{} ranks read each other's marks", size),
+                [&] { run_local_ranks(size, "cpu", map, kTestTimeout); });
+  return {mapped, peer_links(links)};
 }
 
 /// Calls test(communicator) in this process and in a child of it, which meet in a folder.
@@ -351,7 +376,9 @@ std::vector<Finding> comm_findings() {
     }));
   }
   if (gpus > 0) findings.push_back(threads_test("threads on cuda:0", 2, "cuda:0"));
-  if (gpus > 0 && !launched()) findings.push_back(peer_memory_test(gpus));
+  if (gpus > 0 && !launched()) {
+    for (const Finding& each : peer_memory_tests(gpus)) findings.push_back(each);
+  }
   if (gpus > 1 && !launched()) findings.push_back(threads_test("nccl self test", gpus, "cuda"));
   return findings;
 }

@@ -61,7 +61,9 @@ class RankBench {
            static_cast<int>(ranks_of_rows(config_.parallel, transport_).size()) ==
                communicator_->size();
   }
-  bool by_peer_memory() const { return prepare_finalize_->rows_travel() == "peer memory"; }
+  bool by_peer_memory() const {
+    return prepare_finalize_->rows_travel().starts_with("peer memory");
+  }
   bool uses_graphs() const { return fixed_sizes_ && communicator_->backend() == "nccl"; }
 
   std::shared_ptr<Communicator> communicator_;

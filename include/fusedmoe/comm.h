@@ -215,6 +215,9 @@ class FUSEDMOE_API Communicator {
   /// possible. As graphs hold addresses, the blocks cannot grow behind the first forward: call it
   /// before, with the largest peer_bytes(), where larger layers are made later.
   std::string map_peers(std::size_t bytes);
+  /// Where a rank reads another's memory at less than 2 GB/s, the text that says so, the same on
+  /// all ranks: map_peers() has timed that, and rows travel so all the same.
+  const std::string& slow_peers() const;
   /// What map_peers() has made; null: nothing.
   const std::shared_ptr<PeerMemory>& peers() const;
   /// Number of the next step of any layer, and of the next layer: equal on all ranks as long as

@@ -15,7 +15,10 @@ namespace fusedmoe {
 
 namespace comm {
 class PeerWatch;
-}
+/// Says so where a rank reads another's memory at an absurd rate; empty: it does not. `names`: the
+/// numbers of the ranks to print.
+std::string slow_link(std::span<const PeerLink> links, int rank, std::span<const int> names);
+}  // namespace comm
 
 struct Communicator::Impl {
   using Clock = std::chrono::steady_clock;
@@ -46,6 +49,7 @@ struct Communicator::Impl {
 
   std::shared_ptr<PeerMemory> peers;
   std::string without_peers;  // why there are none, once asked
+  std::string slow_peers;     // who reads at an absurd rate, the same on all ranks
 
   mutable std::mutex mutex;
   mutable std::string failure;                  // once known
@@ -65,7 +69,7 @@ struct Communicator::Impl {
       Communicator& communicator, const std::function<std::string()>& part) const;
   void map_arena(int owner, const std::function<void()>& map) const;
   std::string map_arenas(Communicator& communicator, std::size_t bytes,
-                         std::shared_ptr<PeerMemory>& made) const;
+                         std::shared_ptr<PeerMemory>& made);
   /// The peers of messages as the data plane numbers them.
   std::vector<Message> outside(std::span<const Message> messages) const;
   /// Calls step(waiting) of the data plane; what it throws ends the communicator on all ranks.

@@ -3,6 +3,7 @@
 // found, and then whether it could map those of the others.
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <map>
 
 #include "comm/communicator_impl.h"
@@ -35,6 +36,18 @@ struct Offer {
 };
 
 }  // namespace
+
+std::string comm::slow_link(std::span<const PeerLink> links, int rank, std::span<const int> names) {
+  constexpr double kLeast = 2e9;  // bytes/s: over four lanes of PCIe 3.0 it is more
+  const auto by_rate = [](const PeerLink& a, const PeerLink& b) {
+    return a.bytes_per_second < b.bytes_per_second;
+  };
+  const auto slowest = std::min_element(links.begin(), links.end(), by_rate);
+  if (slowest->bytes_per_second >= kLeast) return {};
+  return core::format("rank {} reads the memory of rank {} at {} MB/s; below {} something is wrong",
+                      names[rank], names[slowest - links.begin()],
+                      std::lround(slowest->bytes_per_second / 1e6), std::lround(kLeast / 1e6));
+}
 
 /// Why a rank cannot take part, or does not want to, as far as all know without trying.
 std::string Communicator::Impl::no_peer_memory() const {
@@ -109,15 +122,15 @@ void Communicator::Impl::map_arena(int owner, const std::function<void()>& map) 
 }
 
 std::string Communicator::Impl::map_arenas(Communicator& communicator, std::size_t bytes,
-                                           std::shared_ptr<PeerMemory>& made) const {
+                                           std::shared_ptr<PeerMemory>& made) {
   // Half of the time: a rank that waits for a descriptor in vain must tell the others so while they
   // still listen, and they listen for options.timeout.
   const auto deadline = comm::SocketClock::now() + options.timeout / 2;
   std::unique_ptr<comm::DescriptorSocket> socket;
+  std::vector<int> names;
+  for (int r = 0; r < size; ++r) names.push_back(global(r));
   const auto offered = offer(communicator, [&] {
-    PeerMemory::Place place{options.device, rank, size, {}, options.timeout};
-    for (int r = 0; r < size; ++r) place.names.push_back(global(r));
-    made = PeerMemory::make(place, bytes);
+    made = PeerMemory::make({options.device, rank, size, names, options.timeout}, bytes);
     socket = std::make_unique<comm::DescriptorSocket>();
     return Offer{made->mark(), socket->address()}.text();
   });
@@ -143,10 +156,19 @@ std::string Communicator::Impl::map_arenas(Communicator& communicator, std::size
   // When all have mapped all: kernels read from here on.
   const auto checked = offer(communicator, [&]() -> std::string {
     made->check_marks(marks);
-    return {};
+    made->time_links();
+    return comm::slow_link(made->links(), rank, names);
   });
-  const auto* reason = std::get_if<std::string>(&checked);
-  return reason ? *reason : std::string();
+  if (const auto* reason = std::get_if<std::string>(&checked)) return *reason;
+  slow_peers.clear();
+  for (const std::string& text : std::get<std::vector<std::string>>(checked)) {
+    if (slow_peers.empty()) slow_peers = text;
+  }
+  return {};
+}
+
+const std::string& Communicator::slow_peers() const {
+  return impl_->slow_peers;
 }
 
 const std::shared_ptr<PeerMemory>& Communicator::peers() const {

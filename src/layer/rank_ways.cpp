@@ -32,7 +32,8 @@ std::string RankRules::rows_travel() const {
     case RowWay::kDeviceMessages:
       return core::format("messages over {}: {}", plane, no_peer_memory);
     case RowWay::kPeerMemory:
-      return "peer memory";
+      return group->slow_peers().empty() ? std::string("peer memory")
+                                         : core::format("peer memory: {}", group->slow_peers());
   }
   return {};
 }

@@ -357,6 +357,24 @@ TEST_F(PeerMemoryTest, BytesAreKnownBefore) {
   EXPECT_LT(bytes_lent(ranks) - bytes, std::size_t{4} << 20) << "pages";
 }
 
+TEST_F(PeerMemoryTest, LinksAreTimed) {
+  for (const int gpus : gpu_counts()) {
+    const PeerRanks ranks(std::max(gpus, 2), gpus);
+    ranks.reserve(std::size_t{1} << 20);
+    for (const auto& each : ranks.communicators) {
+      const std::vector<PeerLink>& links = each->peers()->links();
+      ASSERT_EQ(static_cast<int>(links.size()), ranks.size());
+      for (const PeerLink& link : links) {
+        EXPECT_GT(link.bytes_per_second, 2e9);
+        EXPECT_LT(link.bytes_per_second, 50e12);
+        EXPECT_GT(link.word_us, 0.1);
+        EXPECT_LT(link.word_us, 1000);
+      }
+      EXPECT_EQ(each->slow_peers(), "");
+    }
+  }
+}
+
 bool is_nccl_loaded() {
   void* library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
   if (library) dlclose(library);

@@ -1,12 +1,15 @@
-// When ranks connect for messages whose rows go through the memory of GPUs.
+// What ranks on GPUs do before their rows go through the memory of these: when they connect for
+// messages, and what they say of links that are slow.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "../ranks/ranks.h"
+#include "comm/communicator_impl.h"
 #include "comm/later_data.h"
 #include "fusedmoe/error.h"
 
@@ -108,6 +111,13 @@ TEST(LaterDataTest, WithoutADataPlaneRanksDoNotConnectAndGoOn) {
   }
   EXPECT_EQ(ranks.backend(), "none");
   ranks.barrier();
+}
+
+TEST(SlowLinkTest, TheSlowestIsNamedWhereItIsAbsurd) {
+  const std::array names{2, 5, 7};
+  EXPECT_EQ(comm::slow_link(std::vector<PeerLink>{{300e9, 1}, {2e9, 1}, {25e9, 2}}, 0, names), "");
+  EXPECT_EQ(comm::slow_link(std::vector<PeerLink>{{300e9, 1}, {1.2e9, 1}, {0.4e9, 2}}, 1, names),
+            "rank 5 reads the memory of rank 7 at 400 MB/s; below 2000 something is wrong");
 }
 
 }  // namespace fusedmoe::peer_set_up_test

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 #include <sys/random.h>
 
+#include <algorithm>
 #include <atomic>
 #include <map>
 #include <mutex>
@@ -133,6 +134,32 @@ class CudaPeerMemory final : public PeerMemory {
     }
   }
 
+  void time_links() override {
+    constexpr std::size_t kBytes = std::size_t{64} << 20;
+    constexpr int kWords = 64;
+    const core::CurrentDevice current(place_.device);
+    const OwnedStream stream(place_.device);
+    links_.assign(arenas_.size(), {});
+    for (std::size_t i = 0; i < links_.size(); ++i) {
+      // Each rank begins with another one, so that the arenas are read at the same time.
+      const std::size_t rank = (static_cast<std::size_t>(place_.rank) + i) % links_.size();
+      const ArenaHead& arena = *step_.peers.arenas[rank];
+      const auto milliseconds = [&](const auto& read) {
+        Event begin(place_.device), end(place_.device);
+        begin.record(stream);
+        read();
+        end.record(stream);
+        return elapsed_ms(begin, end);
+      };
+      const auto read_all = [&] { read_arena(arena, bytes(), kBytes, &shared_->seldom, stream); };
+      const double first = milliseconds(read_all), second = milliseconds(read_all);
+      const double words =
+          milliseconds([&] { read_words(arena, kWords, &shared_->seldom, stream); });
+      links_[rank] = {kBytes / std::min(first, second) * 1e3, words * 1e3 / kWords};
+    }
+  }
+  const std::vector<PeerLink>& links() const override { return links_; }
+
   std::byte* own() const override { return own_arena().data(); }
   bool is_used() const override { return is_used_; }
 
@@ -179,6 +206,7 @@ class CudaPeerMemory final : public PeerMemory {
     FailureRecord record;
     std::uint32_t abort = 0;
     std::uint64_t marks[kMostPeers] = {};
+    std::uint32_t seldom = 0;  // what nobody reads
   };
 
   static ArenaHead* head_of(const PeerAllocation& arena) {
@@ -201,6 +229,7 @@ class CudaPeerMemory final : public PeerMemory {
   const std::shared_ptr<void> pinned_;
   Pinned* const shared_;
   std::vector<std::shared_ptr<PeerAllocation>> arenas_;  // of each rank
+  std::vector<PeerLink> links_;                          // to each rank
   PeerPlace step_;
   cudaGraphNode_t recorded_ = nullptr;  // of publish() or tell_results(), whichever came last
   std::atomic<bool> is_used_{false}, in_step_{false};

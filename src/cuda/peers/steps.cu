@@ -197,6 +197,33 @@ __global__ void read_marks_kernel(const Peers peers, std::uint64_t* marks) {
   if (rank < peers.size) marks[rank] = DeviceWords::load_acquire(&peers.arenas[rank]->mark);
 }
 
+/// What nobody wants is not read. So it is written where it is a number that is not there.
+__device__ void want(std::uint32_t read, std::uint32_t* seldom) {
+  constexpr std::uint32_t kSeldom = 0x9e3779b9;
+  if (read == kSeldom) *seldom = read;
+}
+
+__global__ void __launch_bounds__(kMostThreads)
+    read_arena_kernel(const uint4* arena, int parts_of_arena, int parts, std::uint32_t* seldom) {
+  constexpr int kUnits = kReadBytes / sizeof(uint4), kBatch = kUnits / kMostThreads;
+  std::uint32_t read = 0;
+  for (int part = static_cast<int>(blockIdx.x); part < parts; part += static_cast<int>(gridDim.x)) {
+    const uint4* from = arena + std::int64_t{kUnits} * (part % parts_of_arena) + threadIdx.x;
+    uint4 values[kBatch];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) values[b] = load_far(from + b * kMostThreads);
+#pragma unroll
+    for (const uint4& value : values) read += value.x + value.y + value.z + value.w;
+  }
+  want(read, seldom);
+}
+
+__global__ void read_words_kernel(const std::uint64_t* word, int times, std::uint32_t* seldom) {
+  std::uint64_t read = 0;
+  for (int i = 0; i < times; ++i) read += DeviceWords::load_acquire(word);
+  want(static_cast<std::uint32_t>(read), seldom);
+}
+
 }  // namespace
 
 void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedRows& rows,
@@ -232,11 +259,24 @@ void read_marks(const Peers& peers, std::uint64_t* marks, Stream stream) {
   launch(read_marks_kernel, dim3(1), dim3(32), 0, stream, false, peers, marks);
 }
 
+void read_arena(const ArenaHead& arena, std::size_t arena_bytes, std::size_t bytes,
+                std::uint32_t* seldom, Stream stream) {
+  launch(read_arena_kernel, dim3(static_cast<unsigned>(multiprocessor_count(stream.device))),
+         dim3(kMostThreads), 0, stream, false, reinterpret_cast<const uint4*>(&arena),
+         static_cast<int>(arena_bytes / kReadBytes), static_cast<int>(bytes / kReadBytes), seldom);
+}
+
+void read_words(const ArenaHead& arena, int times, std::uint32_t* seldom, Stream stream) {
+  launch(read_words_kernel, dim3(1), dim3(1), 0, stream, false, &arena.mark, times, seldom);
+}
+
 void load_step_kernels() {
   load_kernel(publish_kernel);
   load_kernel(pull_kernel);
   load_kernel(tell_results_kernel);
   load_kernel(read_marks_kernel);
+  load_kernel(read_arena_kernel);
+  load_kernel(read_words_kernel);
   load_sum_kernels();
 }
 

@@ -25,6 +25,13 @@ void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& su
 
 /// marks[r] = the mark in the arena of rank r.
 void read_marks(const Peers& peers, std::uint64_t* marks, Stream stream);
+/// For timing: reads so many bytes of an arena, from its beginning again where it is shorter; both
+/// are multiples of kReadBytes. `seldom` may be written.
+inline constexpr std::size_t kReadBytes = std::size_t{128} << 10;  // of a block at a time
+void read_arena(const ArenaHead& arena, std::size_t arena_bytes, std::size_t bytes,
+                std::uint32_t* seldom, Stream stream);
+/// And one word, so many times, always when it has come.
+void read_words(const ArenaHead& arena, int times, std::uint32_t* seldom, Stream stream);
 
 /// Loads all of them on the current device: to load one later may wait for those that run.
 void load_step_kernels();
