@@ -339,16 +339,13 @@ void add_bench(Program& program) {
   const Option rows_only =
       command.add_flag("--rows-only", options->rows_only,
                        "On ranks: time dispatch and combine without experts, so without weights");
-  const Option peer_memory =
-      command.add_flag("--peer-memory", options->peer_memory,
-                       "On ranks with a GPU each, of one host: let rows go through the memory of "
-                       "the GPUs, not over NCCL");
+  command.add_flag("--peer-memory", options->peer_memory,
+                   "On ranks with a GPU each, of one host: let rows go through the memory of the "
+                   "GPUs, not over NCCL");
   command
       .add_option("--calibrate", options->calibrate, "PATH",
-                  "On ranks: write what the fewest and the most tokens cost in messages, for "
-                  "`simulate`")
-      .excludes(rows_only)
-      .excludes(peer_memory);
+                  "On ranks: write what the fewest and the most tokens cost, for `simulate`")
+      .excludes(rows_only);
   command
       .add_option("--min-samples", options->min_samples, "N", "Samples for each number of tokens")
       .positive()

@@ -159,10 +159,10 @@ void RankBench::make_buffers() {
   bare_ = filled({2 * communicator_->size() * num_tokens_, config_.hidden}, config_.dtype);
 }
 
-/// As many rows as the step itself sends.
+/// As many rows as the step itself sends, or other ranks fetch.
 void RankBench::count_rows(const TensorView& topk_ids) {
   const int rank = communicator_->rank(), size = communicator_->size();
-  const bool to_all = transport_.name() != "all2all" || fixed_sizes_;
+  const bool to_all = !by_peer_memory() && (transport_.name() != "all2all" || fixed_sizes_);
   const auto placement = ExpertPlacement::linear(config_.num_experts, size);
   sent_.assign(size, 0);
   for (std::int64_t token = 0; token < num_tokens_; ++token) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <utility>
@@ -95,9 +96,7 @@ void print_rank_table(const RankBenchOptions& options, std::string_view backend,
     }
     fmt::print("\n");
   }
-  const bool together = std::any_of(rows.begin(), rows.end(), [](const RankRow& row) {
-    return row.by_peer_memory && row.fixed_sizes;
-  });
+  const bool together = std::any_of(rows.begin(), rows.end(), std::mem_fn(&RankRow::is_one_time));
   print_notes(travels, copies, steps, together);
 }
 
@@ -151,8 +150,10 @@ void print_rank_json(const RankBenchOptions& options, std::string_view backend,
 
 RankCosts costs_of(const RankBenchOptions& options, std::string_view device, double expert_bytes,
                    const std::vector<RankRow>& rows) {
-  const std::string source =
-      fmt::format("bench --ep {} on {}, {}", options.num_ranks(), device, name(options.scheme));
+  // Where some rows are one time for both ways, only these count: they come from graphs.
+  const bool one = std::any_of(rows.begin(), rows.end(), std::mem_fn(&RankRow::is_one_time));
+  const std::string source = fmt::format("bench --ep {} on {}, {}{}", options.num_ranks(), device,
+                                         name(options.scheme), one ? ", peer memory" : "");
   const auto ends = std::minmax_element(
       rows.begin(), rows.end(),
       [](const RankRow& a, const RankRow& b) { return a.num_tokens < b.num_tokens; });
@@ -160,7 +161,7 @@ RankCosts costs_of(const RankBenchOptions& options, std::string_view device, dou
   const auto fastest = [&](std::int64_t num_tokens, double RankRow::*time) {
     const RankRow* found = nullptr;
     for (const RankRow& row : rows) {
-      if (row.num_tokens != num_tokens) continue;
+      if (row.num_tokens != num_tokens || row.is_one_time() != one) continue;
       if (!found || row.*time < found->*time) found = &row;
     }
     return *found;
@@ -181,8 +182,16 @@ RankCosts costs_of(const RankBenchOptions& options, std::string_view device, dou
         fastest(num_tokens, &RankRow::experts_us).experts_us};
   };
   RankCosts costs = default_rank_costs();
-  costs.dispatch = link(&RankRow::sent_bytes, &RankRow::dispatch_us);
-  costs.combine = link(&RankRow::returned_bytes, &RankRow::combine_us);
+  if (one) {
+    const auto both = [&](std::int64_t num_tokens) {
+      const RankRow row = fastest(num_tokens, &RankRow::dispatch_us);
+      return LinkSample{row.sent_bytes + row.returned_bytes, row.dispatch_us};
+    };
+    costs.dispatch = costs.combine = each_way(fit_link(both(fewest), both(most), source));
+  } else {
+    costs.dispatch = link(&RankRow::sent_bytes, &RankRow::dispatch_us);
+    costs.combine = link(&RankRow::returned_bytes, &RankRow::combine_us);
+  }
   costs.experts = fit_experts(experts(fewest), experts(most), source);
   return costs;
 }

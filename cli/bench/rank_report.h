@@ -27,6 +27,8 @@ struct RankRow {
   struct {
     std::vector<double> dispatch_us, combine_us, experts_us, sent_bytes, returned_bytes;
   } ranks;
+  /// Both ways through peer memory, as a graph replays them: combine_us is in dispatch_us.
+  bool is_one_time() const { return by_peer_memory && fixed_sizes; }
   double times_of_copy() const { return (dispatch_us + combine_us) / copy_us; }
   double gigabytes() const { return 1e-3 * sent_bytes / dispatch_us; }
   /// Of the bytes that the link could have moved in the same time.

@@ -15,6 +15,11 @@ LinkCost fit_link(const LinkSample& few, const LinkSample& many, std::string sou
   return {std::max(0.01, few.us - few.bytes / bytes_per_us), bytes_per_us, std::move(source)};
 }
 
+LinkCost each_way(LinkCost both) {
+  both.floor_us /= 2;
+  return both;
+}
+
 ExpertsCost fit_experts(const ExpertsSample& few, const ExpertsSample& many, std::string source) {
   // few.us = few.bytes * x + few.flops * y, and so many: Cramer's rule. Where one of them comes out
   // as nothing, the other explains the sample of its own kind alone.

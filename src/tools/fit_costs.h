@@ -17,6 +17,8 @@ struct ExpertsSample {
 };
 /// The costs that explain both samples. Throw Error where none do.
 LinkCost fit_link(const LinkSample& few, const LinkSample& many, std::string source);
+/// A way there and back that was timed as one: each of the two.
+LinkCost each_way(LinkCost both);
 ExpertsCost fit_experts(const ExpertsSample& few, const ExpertsSample& many, std::string source);
 
 }  // namespace fusedmoe

@@ -153,6 +153,11 @@ TEST(SimulationTest, HostsShareTheRanksEvenly) {
 }
 
 TEST(SimulationTest, SamplesThatCostsCannotExplainAreRefused) {
+  const LinkCost both = fit_link({100, 14}, {1100, 24}, "both");
+  const LinkCost each = each_way(both);
+  EXPECT_DOUBLE_EQ(each.us(60) + each.us(40), 14);
+  EXPECT_DOUBLE_EQ(each.us(500) + each.us(600), 24);
+  EXPECT_EQ(each.source, "both");
   EXPECT_THROW(fit_link({10, 5}, {20, 5}, ""), Error);
   EXPECT_THROW(fit_link({10, 5}, {10, 6}, ""), Error);
   EXPECT_THROW(fit_experts({10, 10, 5}, {10, 10, 5}, ""), Error);
