@@ -395,6 +395,7 @@ void run_rank_bench(const RankBenchOptions& options) {
       options.num_ranks(), options.device,
       [&](std::shared_ptr<Communicator> rank) {
         if (launched() && options.threads == 0) set_num_threads(threads_of_rank(*rank));
+        rank->connect("the times of the data plane alone");
         const RankLink measured = measure_link(*rank);
         const RankExperts experts = make_experts(options, rank->rank(), rank->device());
         for (const PrepareFinalizeDescriptor* transport : transports) {
