@@ -385,6 +385,10 @@ class FUSEDMOE_API Experts {
   /// Room for the experts of config(), of the layout of `like`, which may have another number of
   /// them: PackedWeights::replace_expert() and repack() fill it.
   /// The default throws Error: the implementation cannot.
+  /// PackedWeights::replace_expert() in the order of a stream: on CUDA it is only enqueued, and
+  /// `one` must live until it is done. The default does it at once.
+  virtual void replace_expert(PackedWeights& packed, std::int64_t expert, const PackedWeights& one,
+                              Stream stream) const;
   virtual std::shared_ptr<PackedWeights> make_room(const PackedWeights& like) const;
   /// Whether apply() can use these weights.
   virtual bool accepts(const PackedWeights& weights) const = 0;

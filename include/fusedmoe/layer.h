@@ -235,12 +235,12 @@ class FUSEDMOE_API MoeLayer {
   /// Which rank has which experts now; none unless ranks with a communicator share experts.
   std::optional<ExpertPlacement> placement() const;
   /// Begins to move experts between the ranks, to where `placement` wants them: brings those that
-  /// arrive here to memory of their own, and leaves everything else as it is. Forwards go on with
-  /// the placement that there was, until commit_move(). Collective, between two forwards, and it
-  /// takes as long as the bytes take. A move that was begun before and not committed is forgotten.
-  /// Throws Error on all ranks if they give different placements, if a rank would hold more or
-  /// fewer experts than now, or if one rank fails. Then nothing has changed, and the communicator
-  /// can be used further unless a rank has gone.
+  /// arrive here to memory of their own, which is kept for later moves, and leaves everything else
+  /// as it is. Forwards go on with the placement that there was, until commit_move(). Collective,
+  /// between two forwards, and it takes as long as the bytes take. A move that was begun before and
+  /// not committed is forgotten. Throws Error on all ranks if they give different placements, if a
+  /// rank would hold more or fewer experts than now, or if one rank fails. Then nothing has
+  /// changed, and the communicator can be used further unless a rank has gone.
   void start_move(const ExpertPlacement& placement);
   /// The same over another communicator of the same ranks, with a data plane that nobody else uses
   /// meanwhile: so a thread of its own may call it while others call forwards. commit_move() comes

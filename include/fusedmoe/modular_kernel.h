@@ -92,9 +92,9 @@ class FUSEDMOE_API PrepareAndFinalize {
   /// not wait for it.
   virtual void abandon(std::string_view /*reason*/) const noexcept {}
   /// The experts have moved between the ranks, each of which holds as many as before: rewrites, in
-  /// place, what it knows of that. Between two forwards, on all ranks: in the next one they compare
-  /// how often this was called.
-  virtual void move_experts(const ExpertPlacement& /*placement*/) const {}
+  /// place, what it knows of that; on CUDA in the order of the stream, which the caller waits for.
+  /// Between two forwards, on all ranks: in the next one they compare how often this was called.
+  virtual void move_experts(const ExpertPlacement& /*placement*/, Stream /*stream*/) const {}
   /// Number of its layer among those of the communicator; 0 on one rank.
   virtual std::uint64_t layer() const { return 0; }
   /// How rows change their rank: "peer memory", "messages over nccl: <why not peer memory>"; empty:

@@ -2,6 +2,8 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
@@ -75,7 +77,18 @@ const DeviceRuntime& cpu_runtime() {
   return runtime;
 }
 
+namespace {
+
+std::array<std::atomic<const DeviceRuntime*>, 2> replaced{};  // by DeviceKind
+
+}  // namespace
+
+const DeviceRuntime* replace_runtime(DeviceKind kind, const DeviceRuntime* runtime) {
+  return replaced[static_cast<std::size_t>(kind)].exchange(runtime);
+}
+
 const DeviceRuntime& runtime_of(Device device) {
+  if (const DeviceRuntime* other = replaced[static_cast<std::size_t>(device.kind)]) return *other;
   return device.is_cpu() ? cpu_runtime() : cuda_runtime();
 }
 

@@ -60,6 +60,9 @@ const DeviceRuntime& cpu_runtime();
 /// Throws Error in a build without CUDA.
 const DeviceRuntime& cuda_runtime();
 const DeviceRuntime& runtime_of(Device device);
+/// Puts another one in the place of a kind's, for tests, which count calls or let one fail; null:
+/// none. Returns what was put there before.
+const DeviceRuntime* replace_runtime(DeviceKind kind, const DeviceRuntime* runtime);
 
 using fusedmoe::CurrentDevice;
 

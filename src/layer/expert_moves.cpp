@@ -1,5 +1,6 @@
 #include "layer/expert_moves.h"
 
+#include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -94,13 +95,12 @@ void add_messages(std::vector<Message>& messages, int peer, const PackedParts& p
 /// What leaves this rank and what arrives, while it travels.
 struct Travelling {
   std::map<std::int64_t, PackedParts> leaving;  // by their places
-  std::vector<std::pair<std::int64_t, PackedParts>> arriving;
+  std::vector<std::pair<Transfer, PackedParts>> arriving;
   std::vector<Message> sends, receives;
 
-  /// Makes room for what arrives, in one block: a GPU gives memory back slowly, one after the
-  /// other. `described`: of each rank, what leaves it.
-  void make_room(const std::vector<Json>& described, std::span<const Transfer> transfers, int rank,
-                 Device device) {
+  /// Cuts room for what arrives out of one block. `described`: of each rank, what leaves it.
+  void cut_room(const std::vector<Json>& described, std::span<const Transfer> transfers, int rank,
+                Device device, const MakeRoom& make_room) {
     std::vector<std::pair<Transfer, const Json*>> parts;
     std::vector<std::size_t> next(described.size());
     core::WorkspaceCutter counted(nullptr);
@@ -110,12 +110,20 @@ struct Travelling {
       parts.emplace_back(each, &its);
       cut_parts(its, counted, {}, device);
     }
-    const Tensor block =
-        Tensor::empty({static_cast<std::int64_t>(counted.used())}, DType::kU8, device);
+    if (parts.empty()) return;
+    const Tensor block = make_room(static_cast<std::int64_t>(counted.used()));
     core::WorkspaceCutter cutter(block.data());
     for (const auto& [transfer, its] : parts) {
-      arriving.emplace_back(transfer.place, cut_parts(*its, cutter, block, device));
-      add_messages(receives, transfer.from, arriving.back().second);
+      arriving.emplace_back(transfer, cut_parts(*its, cutter, block, device));
+      if (transfer.from != rank) add_messages(receives, transfer.from, arriving.back().second);
+    }
+  }
+  /// What arrives from this rank itself.
+  void copy_own(Stream stream) const {
+    for (const auto& [transfer, parts] : arriving) {
+      if (transfer.from != transfer.to) continue;
+      const PackedParts& own = leaving.at(transfer.from_place);
+      for (const auto& [name, tensor] : parts) copy(own.at(name), tensor, stream);
     }
   }
 };
@@ -123,12 +131,17 @@ struct Travelling {
 /// Experts of a rank that leave it at a time: copies of them take memory.
 constexpr std::size_t kLeaveTogether = 8;
 
-/// The transfers between ranks, in parts that travel together.
+bool are_sent(std::span<const Transfer> transfers) {
+  const auto is_sent = [](const Transfer& each) { return each.from >= 0 && each.from != each.to; };
+  return std::ranges::any_of(transfers, is_sent);
+}
+
+/// The transfers in parts that travel together.
 std::vector<std::vector<Transfer>> rounds_of(std::span<const Transfer> transfers) {
   std::vector<std::vector<Transfer>> rounds;
   std::map<int, std::size_t> leaving;
   for (const Transfer& each : transfers) {
-    if (each.from < 0 || each.from == each.to) continue;
+    if (each.from < 0) continue;
     const std::size_t round = leaving[each.from]++ / kLeaveTogether;
     if (round == rounds.size()) rounds.emplace_back();
     rounds[round].push_back(each);
@@ -137,8 +150,8 @@ std::vector<std::vector<Transfer>> rounds_of(std::span<const Transfer> transfers
 }
 
 void bring_round(Communicator& communicator, const Experts& experts, const PackedWeights& packed,
-                 std::span<const Transfer> transfers, const Receive& receive,
-                 std::string_view what) {
+                 std::span<const Transfer> transfers, const MakeRoom& make_room,
+                 const Receive& receive, std::string_view what) {
   const int rank = communicator.rank();
   const Device device = communicator.device();
   Travelling travelling;
@@ -149,30 +162,29 @@ void bring_round(Communicator& communicator, const Experts& experts, const Packe
       PackedParts& parts = travelling.leaving[each.from_place];
       if (parts.empty()) parts = copy_parts(packed, each.from_place, device);
       leaving.push_back(describe(parts));
-      add_messages(travelling.sends, each.to, parts);
+      if (each.to != rank) add_messages(travelling.sends, each.to, parts);
     }
   };
   communicator.together(copy, what);
   const std::vector<std::string> texts = communicator.gather(leaving.dump(), what);
-  const auto make_room = [&] {
+  std::optional<OwnedStream> stream;
+  const auto get_ready = [&] {
     std::vector<Json> described;
     described.reserve(texts.size());
     for (const std::string& text : texts) described.push_back(Json::parse(text));
-    travelling.make_room(described, transfers, rank, device);
+    travelling.cut_room(described, transfers, rank, device, make_room);
+    stream.emplace(device);
+    travelling.copy_own(*stream);
   };
-  std::optional<OwnedStream> stream;
-  communicator.together(
-      [&] {
-        make_room();
-        stream.emplace(device);
-      },
-      what);
-  communicator.exchange(travelling.sends, travelling.receives, *stream, what);
+  communicator.together(get_ready, what);
+  if (are_sent(transfers)) {
+    communicator.exchange(travelling.sends, travelling.receives, *stream, what);
+  }
   synchronize(*stream);
   communicator.check();  // aborted transfers of a GPU end, too
   const auto assemble = [&] {
-    for (const auto& [place, parts] : travelling.arriving) {
-      receive({place, experts.from_parts(core::info_of_one(packed.info()), parts)});
+    for (const auto& [transfer, parts] : travelling.arriving) {
+      receive({transfer.place, experts.from_parts(core::info_of_one(packed.info()), parts)});
     }
   };
   communicator.together(assemble, what);
@@ -181,11 +193,11 @@ void bring_round(Communicator& communicator, const Experts& experts, const Packe
 }  // namespace
 
 void bring(Communicator& communicator, const Experts& experts, const PackedWeights& packed,
-           std::span<const Transfer> transfers, const Receive& receive, std::string_view what) {
-  const std::vector<std::vector<Transfer>> rounds = rounds_of(transfers);
-  if (!rounds.empty()) communicator.connect("experts that go to other ranks");
-  for (const std::vector<Transfer>& round : rounds) {
-    bring_round(communicator, experts, packed, round, receive, what);
+           std::span<const Transfer> transfers, const MakeRoom& make_room, const Receive& receive,
+           std::string_view what) {
+  if (are_sent(transfers)) communicator.connect("experts that go to other ranks");
+  for (const std::vector<Transfer>& round : rounds_of(transfers)) {
+    bring_round(communicator, experts, packed, round, make_room, receive, what);
   }
 }
 

@@ -34,10 +34,14 @@ struct Arrival {
   std::shared_ptr<const PackedWeights> expert;
 };
 using Receive = std::function<void(Arrival)>;
-/// Collective: brings what goes from one rank to another, a few experts of each rank at a time.
-/// `packed` is what this rank has, of the layout (PackedWeights::expert_layout()) that the others
-/// have. If a rank cannot do its part, or `receive` throws, all throw an Error with its text.
+/// Makes a block on the communicator's device, (n) u8 of at least so many bytes.
+using MakeRoom = std::function<Tensor(std::int64_t bytes)>;
+/// Collective: brings the experts that some rank has, a few of each rank at a time. `packed` is
+/// what this rank has, of the layout (PackedWeights::expert_layout()) that the others have. What
+/// arrives lies in blocks of `make_room`, all experts of a time in one. If a rank cannot do its
+/// part, or `receive` throws, all throw an Error with its text.
 void bring(Communicator& communicator, const Experts& experts, const PackedWeights& packed,
-           std::span<const Transfer> transfers, const Receive& receive, std::string_view what);
+           std::span<const Transfer> transfers, const MakeRoom& make_room, const Receive& receive,
+           std::string_view what);
 
 }  // namespace fusedmoe::layer

@@ -14,6 +14,7 @@
 #include "fusedmoe/layer.h"
 #include "layer/expert_moves.h"
 #include "layer/layer_weights.h"
+#include "layer/staging.h"
 #include "moe/backend.h"
 
 namespace fusedmoe {
@@ -63,6 +64,7 @@ struct MoeLayer::Impl {
   /// Experts that start_move() has brought, until commit_move().
   struct Move {
     ExpertPlacement placement;
+    Tensor expert_map;  // on the host
     std::vector<layer::Arrival> arrivals;
   };
 
@@ -89,6 +91,7 @@ struct MoeLayer::Impl {
   std::int64_t max_tokens_per_rank = 0;                           // where rows travel, else 0
   std::optional<ExpertPlacement> placement;                       // of experts that ranks share
   std::uint64_t moves = 0;                                        // how often experts have moved
+  std::shared_ptr<layer::Staging> staging;                        // once experts have moved
   std::optional<Move> move;
   mutable std::atomic<int> running{0};   // steps that have begun and not ended
   std::atomic<bool> is_bringing{false};  // start_move() is at work

@@ -154,19 +154,15 @@ void MoeLayer::Impl::start_move(const ExpertPlacement& wanted, Communicator& ran
   std::erase_if(moving, [&](const layer::Transfer& each) {
     return held[each.to][each.place] == each.expert;
   });
+  if (!staging) staging = layer::Staging::of(config.device);
   std::vector<layer::Arrival> arrivals;
   const auto keep = [&](layer::Arrival expert) { arrivals.push_back(std::move(expert)); };
-  layer::bring(ranks, kernel.experts(), *packed, moving, keep, kMoving);
-  const auto copy_own = [&] {
-    for (const layer::Transfer& each : moving) {
-      if (each.to != ranks.rank() || each.from != ranks.rank()) continue;
-      arrivals.push_back({each.place, packed->extract_expert(each.from_place)});
-    }
-  };
-  ranks.together(copy_own, kMoving);
-  move = {wanted, std::move(arrivals)};
+  const auto make_room = [&](std::int64_t bytes) { return staging->take(bytes); };
+  layer::bring(ranks, kernel.experts(), *packed, moving, make_room, keep, kMoving);
+  move = {wanted, wanted.expert_map(options.parallel.ep_rank), std::move(arrivals)};
 }
 
+/// Frees no memory and takes none on the device, whose forwards would wait for that.
 void MoeLayer::commit_move() {
   Impl& impl = this->impl();
   impl.check_not_bringing("commit_move()");
@@ -182,14 +178,17 @@ void MoeLayer::commit_move() {
     core::runtime_of(device).synchronize_device(device);  // forwards read what is overwritten now
     const Impl::Move move = *std::exchange(impl.move, std::nullopt);
     impl.is_torn = true;
+    const auto move_on = [&](const ModularKernel& kernel) {
+      kernel.prepare_finalize().move_experts(move.placement, impl.stream);
+    };
+    // Ahead of the experts: a copy from memory that is not pinned waits for the stream.
+    copy(move.expert_map, impl.expert_map, impl.stream);
+    move_on(impl.kernel);
+    if (impl.monolithic) move_on(*impl.monolithic);
     for (const layer::Arrival& each : move.arrivals) {
-      impl.packed->replace_expert(each.place, *each.expert);
+      impl.kernel.experts().replace_expert(*impl.packed, each.place, *each.expert, impl.stream);
     }
-    const Tensor map = move.placement.expert_map(impl.options.parallel.ep_rank);
-    copy(map, impl.expert_map, impl.stream);
     synchronize(impl.stream);
-    impl.kernel.prepare_finalize().move_experts(move.placement);
-    if (impl.monolithic) impl.monolithic->prepare_finalize().move_experts(move.placement);
     impl.placement = move.placement;
     ++impl.moves;
     impl.is_torn = false;
@@ -234,7 +233,7 @@ void MoeLayer::Impl::fill(const Impl& before, const layer::Holdings& held,
   Communicator& ranks = *options.ranks.communicator;
   const int rank = ranks.rank();
   const layer::Holdings wanted = layer::holdings_of(*placement);
-  const std::vector<layer::Transfer> transfers = layer::transfers(held, wanted);
+  std::vector<layer::Transfer> transfers = layer::transfers(held, wanted);
   const Experts& experts = kernel.experts();
   const auto put_own = [&] {
     packed = experts.make_room(*before.packed);
@@ -253,7 +252,11 @@ void MoeLayer::Impl::fill(const Impl& before, const layer::Holdings& held,
   const auto put = [&](const layer::Arrival& each) {
     packed->replace_expert(each.place, *each.expert);
   };
-  layer::bring(ranks, experts, *before.packed, transfers, put, kRebinding);
+  std::erase_if(transfers, [](const layer::Transfer& each) { return each.from == each.to; });
+  const auto make_room = [&](std::int64_t bytes) {
+    return Tensor::empty({bytes}, DType::kU8, config.device);
+  };
+  layer::bring(ranks, experts, *before.packed, transfers, make_room, put, kRebinding);
 }
 
 void MoeLayer::rebind(std::shared_ptr<Communicator> communicator, const ExpertPlacement& wanted,

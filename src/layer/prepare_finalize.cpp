@@ -112,7 +112,7 @@ class NoEpSums final : public PrepareAndFinalize {
   void abandon(std::string_view reason) const noexcept override {
     sums_.communicator()->abort(reason);
   }
-  void move_experts(const ExpertPlacement&) const override { ++moves_; }
+  void move_experts(const ExpertPlacement&, Stream) const override { ++moves_; }
   std::uint64_t layer() const override { return layer_; }
 
  private:

@@ -19,8 +19,8 @@ class RankExchange final : public PrepareAndFinalize {
   bool moves_rows() const override { return true; }
   TransportSizes sizes(const ProblemSize& caller, const Preparation& preparation) const override;
   void abandon(std::string_view reason) const noexcept override;
-  void move_experts(const ExpertPlacement& placement) const override {
-    rules_.move_experts(placement);
+  void move_experts(const ExpertPlacement& placement, Stream stream) const override {
+    rules_.move_experts(placement, stream);
   }
   std::uint64_t layer() const override { return rules_.layer; }
   std::string rows_travel() const override { return rules_.rows_travel(); }

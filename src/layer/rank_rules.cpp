@@ -1,5 +1,6 @@
 #include "layer/rank_rules.h"
 
+#include <algorithm>
 #include <numeric>
 
 #include "core/ceil_div.h"
@@ -11,16 +12,11 @@
 namespace fusedmoe::layer {
 namespace {
 
-/// Writes numbers to a tensor on the device, which it makes if there is none.
-void write(Tensor& target, const TensorView& numbers, Device device) {
-  if (!target) target = Tensor::empty(numbers.shape(), DType::kI32, device);
-  copy(numbers, target, Stream{device});
-  synchronize(Stream{device});
-}
-
-void write(Tensor& target, const std::vector<std::int32_t>& numbers, Device device) {
-  write(target, borrow(numbers.data(), DType::kI32, {static_cast<std::int64_t>(numbers.size())}),
-        device);
+/// Host memory that the device copies by itself.
+Tensor pinned(const Shape& shape, DType dtype, Device device) {
+  const auto bytes = static_cast<std::size_t>(fusedmoe::bytes(dtype, shape.numel()));
+  const std::shared_ptr<void> memory = core::runtime_of(device).allocate_pinned(bytes, device);
+  return Tensor(TensorView(memory.get(), dtype, shape), memory);
 }
 
 ExpertPlacement placement_on(const ParallelConfig& parallel, const MoeConfig& config,
@@ -58,7 +54,8 @@ RankRules::RankRules(const MoeConfig& config, const Context& context, bool allga
       parallel(config.parallel),
       placement(placement_on(config.parallel, config, context.ranks)) {
   join(context.ranks.communicator);
-  place_experts();
+  place_experts(Stream{device});
+  synchronize(Stream{device});
   layer = static_cast<std::uint32_t>(group->next_layer());
   // Ranks that add their sums of the same tokens must choose the same copies.
   const bool nearest = context.ranks.replica_choice == ReplicaChoice::kNearest;
@@ -72,10 +69,7 @@ RankRules::RankRules(const MoeConfig& config, const Context& context, bool allga
       no_peer_memory.empty() ? std::string("rows that travel")
                              : core::format("rows that travel as messages ({})", no_peer_memory));
   if (way == RowWay::kInPlace) return;
-  const Shape shape{size, record_bytes(size)};
-  const auto memory =
-      core::runtime_of(device).allocate_pinned(static_cast<std::size_t>(shape.numel()), device);
-  records = Tensor(TensorView(memory.get(), DType::kU8, shape), memory);
+  records = pinned({size, record_bytes(size)}, DType::kU8, device);
 }
 
 /// The ranks that rows go to, how, and those whose sums are added to this one's.
@@ -100,14 +94,14 @@ void RankRules::join(const std::shared_ptr<Communicator>& all) {
   way = shared || group->can_lend() ? RowWay::kInPlace : RowWay::kHostMessages;
 }
 
-void RankRules::move_experts(const ExpertPlacement& moved) {
+void RankRules::move_experts(const ExpertPlacement& moved, Stream stream) {
   core::check_same_counts(placement, moved);
   placement = moved;
   ++moves;
-  place_experts();
+  place_experts(stream);
 }
 
-void RankRules::place_experts() {
+void RankRules::place_experts(Stream stream) {
   const bool divided = parallel.ep_size > 1;
   // Places of the flat ranks in the group; -1: a rank outside, whose experts are not reached.
   std::vector<std::int32_t> place(static_cast<std::size_t>(parallel.num_ranks()), -1);
@@ -130,17 +124,39 @@ void RankRules::place_experts() {
   for (int r = 0; r < size; ++r) {
     if (owns[r]) owners.push_back(r);
   }
-  write(version, {static_cast<std::int32_t>(moves)}, device);
-  write(replica_offsets, table.offsets, device);
-  write(replicas, table.physical, device);
-  write(physical_ranks, ranks, device);
-  if (!divided) return;
-  // Experts that route by themselves know nothing of copies.
-  if (num_logits > 0) {
-    write(expert_map, placement.expert_map(parallel.ep_rank), device);
-  } else {
-    write(expert_map, map, device);
+  if (!divided) map.clear();
+  if (divided && num_logits > 0) {  // experts that route by themselves know nothing of copies
+    const Tensor of_logical = placement.expert_map(parallel.ep_rank);
+    const auto* locals = of_logical.as<const std::int32_t>();
+    map.assign(locals, locals + of_logical.numel());
   }
+  const std::int32_t number = static_cast<std::int32_t>(moves);
+  write({{version, {&number, 1}},
+         {replica_offsets, table.offsets},
+         {replicas, table.physical},
+         {physical_ranks, ranks},
+         {expert_map, map}},
+        stream);
+}
+
+/// All of them by one copy. Each has the size that it had before; an empty one stays undefined.
+void RankRules::write(std::initializer_list<Map> maps, Stream stream) {
+  constexpr std::int64_t kUnit = 64;  // 256 bytes
+  if (!maps_) {
+    std::int64_t total = 0;
+    for (const Map& each : maps) total += core::round_up(std::ssize(each.numbers), kUnit);
+    written_ = pinned({total}, DType::kI32, device);
+    fill_bytes(written_, 0, {});
+    maps_ = Tensor::empty({total}, DType::kI32, device);
+  }
+  std::int64_t next = 0;
+  for (const auto& [tensor, numbers] : maps) {
+    if (numbers.empty()) continue;
+    std::ranges::copy(numbers, written_.as<std::int32_t>() + next);
+    tensor = Tensor(maps_.slice(0, next, next + std::ssize(numbers)), maps_.owner());
+    next += core::round_up(std::ssize(numbers), kUnit);
+  }
+  copy(written_, maps_, stream);
 }
 
 Preparation RankRules::sent_as(const Preparation& read) const {

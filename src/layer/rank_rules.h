@@ -2,8 +2,10 @@
 // which experts, what travels and in which form.
 #pragma once
 
+#include <initializer_list>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -40,8 +42,9 @@ struct RankRules {
   /// Collective: it may split the communicator.
   RankRules(const MoeConfig& config, const Context& context, bool allgather);
 
-  /// The experts have moved, and each rank has as many as before: rewrites who has which in place.
-  void move_experts(const ExpertPlacement& placement);
+  /// The experts have moved, and each rank has as many as before: rewrites who has which in place,
+  /// in the order of the stream. The caller waits for it.
+  void move_experts(const ExpertPlacement& placement, Stream stream);
   /// What is done to rows before they travel, where experts read them as `read` says.
   Preparation sent_as(const Preparation& read) const;
   /// The way, in words: "peer memory"; "messages over nccl: rank 1: peer_memory is false".
@@ -77,8 +80,8 @@ struct RankRules {
   ExpertPlacement placement;
   std::uint64_t moves = 0;  // how often experts have moved
 
-  // On the device, at the same addresses as long as the layer lives: graphs read what there is when
-  // they run.
+  // On the device, in one block, which stays where it is as long as the layer lives: graphs read
+  // what there is when they run.
   Tensor replica_offsets, replicas, physical_ranks;
   Tensor version;           // (1) i32: moves
   Tensor expert_map;        // physical -> local; undefined: every rank has all
@@ -90,7 +93,14 @@ struct RankRules {
   void join(const std::shared_ptr<Communicator>& all);
   /// Why rows cannot go through the memory of GPUs; empty: they do.
   std::string map_peers(const MoeConfig& config, const RankOptions& options) const;
-  void place_experts();
+  void place_experts(Stream stream);
+  struct Map {
+    Tensor& tensor;
+    std::span<const std::int32_t> numbers;
+  };
+  void write(std::initializer_list<Map> maps, Stream stream);
+
+  Tensor maps_, written_;  // the block, and what is copied to it, from pinned memory
 };
 
 }  // namespace fusedmoe::layer

@@ -117,6 +117,11 @@ std::shared_ptr<PackedWeights> Experts::make_room(const PackedWeights&) const {
   throw no_moving(descriptor_.name());
 }
 
+void Experts::replace_expert(PackedWeights& packed, std::int64_t expert, const PackedWeights& one,
+                             Stream) const {
+  packed.replace_expert(expert, one);
+}
+
 std::shared_ptr<PackedWeights> Experts::from_parts(PackedWeights::Info, const PackedParts&) const {
   throw Error::unsupported(Reason::kOperation, "experts",
                            core::format("{} has no layout of its own to read", descriptor_.name()));

@@ -19,7 +19,7 @@ using testing::expect_same_parts;
 using testing::forward_exactly;
 using testing::has;
 using testing::hidden_states_of;
-using testing::kExperts;
+using testing::kNumExperts;
 using testing::kPatient;
 using testing::kTokens;
 using testing::make_communicators;
@@ -148,7 +148,7 @@ TEST_P(Moves, ThatCannotBeAreRefusedOnAllRanksAndChangeNothing) {
   const testing::TemporaryDirectory folder;
   const LayerWeights weights = small_weights();
   const ExpertPlacement wanted = random_placement(1);
-  const ExpertPlacement other_counts(kExperts, 3, {0, 1, 2, 3, 4, 5, 0, 1},
+  const ExpertPlacement other_counts(kNumExperts, 3, {0, 1, 2, 3, 4, 5, 0, 1},
                                      {0, 1, 2, 0, 1, 2, 0, 0});
   const Communicators comms = make_communicators(3, how_.lend, {kPatient});
   run_ranks(3, [&](int rank) {
@@ -167,7 +167,7 @@ TEST_P(Moves, ThatCannotBeAreRefusedOnAllRanksAndChangeNothing) {
     EXPECT_TRUE(has(mapped, "rank 1: packed is mapped from a file")) << mapped;
     const std::string counts = refused(other_counts);
     EXPECT_TRUE(has(counts, "placement: was 4 experts on rank 0; must be 3")) << counts;
-    const std::string alone = refused(ExpertPlacement::linear(kExperts, 2));
+    const std::string alone = refused(ExpertPlacement::linear(kNumExperts, 2));
     EXPECT_TRUE(has(alone, "6 experts on 2 ranks")) << alone;
     EXPECT_TRUE(has(testing::error_text([&] { layer.commit_move(); }), "nothing to commit"));
     EXPECT_EQ(layer.placement(), how_.placement);
@@ -235,7 +235,7 @@ TEST(MovesTest, ARankThatDidNotCommitIsNamedWhereSumsAreAdded) {
     const Communicators comms = make_communicators(2, lend, {kPatient});
     const auto errors = errors_of_ranks(2, [&](int rank) {
       MoeLayer layer(small_weights(), rank_options(how, DType::kBF16, 0, comms[rank]));
-      layer.start_move(ExpertPlacement::round_robin(kExperts, 2));
+      layer.start_move(ExpertPlacement::round_robin(kNumExperts, 2));
       if (rank == 1) layer.commit_move();
       forward_exactly(layer, hidden_states_of(0, 3), kTokens);
     });
@@ -290,7 +290,7 @@ TEST(MovesTest, NothingElseChangesWhileExpertsAreBrought) {
   const Communicators over = make_communicators(2, true, {kPatient});
   run_ranks(2, [&](int rank) {
     MoeLayer layer(small_weights(), rank_options({.size = 2}, DType::kBF16, kTokens, comms[rank]));
-    const ExpertPlacement placement = ExpertPlacement::round_robin(kExperts, 2);
+    const ExpertPlacement placement = ExpertPlacement::round_robin(kNumExperts, 2);
     if (rank == 1) comms[rank]->gather("", "refused");
     std::jthread mover([&] {
       const auto move = [&] { layer.start_move(placement, *over[rank]); };
@@ -315,7 +315,7 @@ TEST(MovesTest, AreBroughtOverTheSameRanks) {
   const Communicators over = make_communicators(2, true, {kPatient});
   run_ranks(2, [&](int rank) {
     MoeLayer layer(small_weights(), rank_options({.size = 2}, DType::kBF16, kTokens, comms[rank]));
-    const ExpertPlacement placement = ExpertPlacement::round_robin(kExperts, 2);
+    const ExpertPlacement placement = ExpertPlacement::round_robin(kNumExperts, 2);
     const auto error = [&](Communicator& ranks) {
       return testing::error_text([&] { layer.start_move(placement, ranks); });
     };
@@ -338,7 +338,7 @@ TEST(MovesTest, BetweenRanksNeedADataPlane) {
     layer.start_move(before, *over[rank]);  // nothing goes to another rank
     layer.commit_move();
     const std::string error = testing::error_text(
-        [&] { layer.start_move(ExpertPlacement::round_robin(kExperts, 2), *over[rank]); });
+        [&] { layer.start_move(ExpertPlacement::round_robin(kNumExperts, 2), *over[rank]); });
     EXPECT_TRUE(has(error, "without a data plane; must be one with it, for experts that go to"))
         << error;
     EXPECT_EQ(layer.placement(), before);
@@ -356,8 +356,8 @@ TEST(MovesTest, NeedExpertsThatAreSharedAndCanMove) {
   run_ranks(2, [&](int rank) {
     const RankCase how{.size = 2, .experts = "reference"};
     MoeLayer layer(small_weights(), rank_options(how, DType::kBF16, kTokens, comms[rank]));
-    const std::string error =
-        testing::error_text([&] { layer.start_move(ExpertPlacement::round_robin(kExperts, 2)); });
+    const std::string error = testing::error_text(
+        [&] { layer.start_move(ExpertPlacement::round_robin(kNumExperts, 2)); });
     EXPECT_TRUE(has(error, "reference cannot move experts")) << error;
   });
 }

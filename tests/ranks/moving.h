@@ -7,7 +7,7 @@
 
 namespace fusedmoe::testing {
 
-inline constexpr std::int64_t kTokens = 5, kExperts = 6;
+inline constexpr std::int64_t kTokens = 5, kNumExperts = 6;
 
 /// Any order of the experts, and of copies of the first two, on ranks of three, three and two.
 inline ExpertPlacement random_placement(std::uint64_t seed) {
@@ -16,7 +16,7 @@ inline ExpertPlacement random_placement(std::uint64_t seed) {
   for (std::size_t i = experts.size(); i > 1; --i) {
     std::swap(experts[i - 1], experts[static_cast<std::size_t>(random.below(i))]);
   }
-  return {kExperts, 3, experts, {0, 1, 2, 0, 1, 2, 0, 1}};
+  return {kNumExperts, 3, experts, {0, 1, 2, 0, 1, 2, 0, 1}};
 }
 
 inline Tensor hidden_states_of(int rank, std::int64_t tokens) {

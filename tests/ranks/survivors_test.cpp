@@ -16,7 +16,7 @@ using testing::expect_as_made_anew;
 using testing::forward_exactly;
 using testing::has;
 using testing::hidden_states_of;
-using testing::kExperts;
+using testing::kNumExperts;
 using testing::kPatient;
 using testing::kTokens;
 using testing::make_communicators;
@@ -46,7 +46,7 @@ TEST(SurvivorsTest, AMoveThatBreaksOffLeavesTheOldPlacement) {
     const auto before = layer.placement();
     std::string error;
     try {
-      layer.start_move(ExpertPlacement::round_robin(kExperts, 2));
+      layer.start_move(ExpertPlacement::round_robin(kNumExperts, 2));
     } catch (const std::exception& caught) {
       error = caught.what();
     }
@@ -75,7 +75,7 @@ TEST_P(Survivors, GoOn) {
   const MoeLayer alone(weights, one_rank_options(how, DType::kBF16));
   const Communicators comms = make_communicators(3, how.lend, {kPatient});
   const Communicators left = make_communicators(2, how.lend, {kPatient});
-  const ExpertPlacement moved(kExperts, 2, {5, 4, 3, 2, 1, 0, 3}, {1, 0, 0, 1, 0, 0, 1});
+  const ExpertPlacement moved(kNumExperts, 2, {5, 4, 3, 2, 1, 0, 3}, {1, 0, 0, 1, 0, 0, 1});
   run_ranks(3, [&](int rank) {
     MoeLayer layer(weights, options_on(comms[rank]));
     layer.start_move(random_placement(2));
@@ -90,7 +90,7 @@ TEST_P(Survivors, GoOn) {
       const Tensor x = hidden_states_of(rank + step, (rank + step) % 4);
       EXPECT_TRUE(bitwise_equal(forward_exactly(layer, x, kTokens), forward_exactly(alone, x, 0)));
       if (step == 1) {
-        layer.start_move({kExperts, 2, {0, 1, 2, 3, 4, 5, 3}, {1, 0, 0, 1, 0, 0, 1}});
+        layer.start_move({kNumExperts, 2, {0, 1, 2, 3, 4, 5, 3}, {1, 0, 0, 1, 0, 0, 1}});
       }
       if (step == 2) layer.commit_move();
     }
@@ -102,7 +102,7 @@ TEST(SurvivorsTest, OfEveryScheme) {
   for (const char* name : {"mxfp4_w4a16", "fp8_tensor_static", "int4_g32_zp", "nvfp4", "w4a8"}) {
     SCOPED_TRACE(name);
     Case spec;
-    spec.num_experts = kExperts;
+    spec.num_experts = kNumExperts;
     spec.scheme = parse_scheme(name);
     spec.bias = true;
     const LayerWeights weights = make_layer_weights({spec});
@@ -111,7 +111,7 @@ TEST(SurvivorsTest, OfEveryScheme) {
     run_ranks(3, [&](int rank) {
       MoeLayer layer(weights, rank_options({.size = 3}, DType::kBF16, kTokens, comms[rank]));
       if (rank == 2) return;
-      layer.rebind(left[rank], ExpertPlacement::round_robin(kExperts, 2), source_of(weights));
+      layer.rebind(left[rank], ExpertPlacement::round_robin(kNumExperts, 2), source_of(weights));
       expect_as_made_anew(layer, weights,
                           rank_options({.size = 2}, DType::kBF16, kTokens, left[rank]));
     });
@@ -122,13 +122,14 @@ TEST(SurvivorsTest, OfEveryScheme) {
 TEST(SurvivorsTest, ExpertsThatAreNowhereAreAnError) {
   const LayerWeights weights = small_weights();
   RankCase how{.size = 2};
-  how.placement = ExpertPlacement(kExperts, 2, {0, 1, 2, 3, 4, 5, 3, 4}, {0, 0, 0, 0, 0, 1, 1, 1});
+  how.placement =
+      ExpertPlacement(kNumExperts, 2, {0, 1, 2, 3, 4, 5, 3, 4}, {0, 0, 0, 0, 0, 1, 1, 1});
   const Communicators comms = make_communicators(2, true, {kPatient});
   const Communicators left = make_thread_communicators(1);
   run_ranks(2, [&](int rank) {
     MoeLayer layer(weights, rank_options(how, DType::kBF16, kTokens, comms[rank]));
     if (rank == 1) return comms[1]->abort("gone");
-    const ExpertPlacement all = ExpertPlacement::linear(kExperts, 1);
+    const ExpertPlacement all = ExpertPlacement::linear(kNumExperts, 1);
     const std::string error = testing::error_text([&] { layer.rebind(left[0], all); });
     EXPECT_TRUE(has(error, "placement has expert 5, which none of these ranks has")) << error;
     layer.rebind(left[0], all, [&](std::int64_t expert) {
@@ -183,7 +184,7 @@ TEST(SurvivorsTest, ProcessesMoveExpertsAndGoOn) {
       const std::string error = testing::error_text([&] { layer.start_move(random_placement(3)); });
       if (!has(error, "rank 1")) throw std::runtime_error("no word of rank 1: " + error);
       const auto left = join(rank / 2, 2, texts, "left", shared_memory);
-      layer.rebind(left, ExpertPlacement::round_robin(kExperts, 2), source_of(weights));
+      layer.rebind(left, ExpertPlacement::round_robin(kNumExperts, 2), source_of(weights));
       for (int step = 0; step < 5; ++step) forward(layer, step);
       left->barrier();
     };

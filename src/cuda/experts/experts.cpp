@@ -68,6 +68,11 @@ class CudaExperts final : public core::RoutedExperts {
     static_cast<CudaPackedWeights&>(packed).replace(expert, weights.experts.front(),
                                                     Stream{config().device});
   }
+  void replace_expert(PackedWeights& packed, std::int64_t expert, const PackedWeights& one,
+                      Stream stream) const override {
+    core::check_expert(*this, packed, expert);
+    static_cast<CudaPackedWeights&>(packed).replace_expert(expert, one, stream);
+  }
   std::shared_ptr<PackedWeights> make_room(const PackedWeights& like) const override;
 
  private:

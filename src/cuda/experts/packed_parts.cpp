@@ -119,28 +119,34 @@ std::string CudaPackedWeights::expert_layout() const {
 std::shared_ptr<PackedWeights> CudaPackedWeights::extract_expert(std::int64_t expert) const {
   core::check_expert_index(info(), expert);
   const auto one = std::make_shared<CudaPackedWeights>(core::info_of_one(info()), *this);
-  one->put(0, *this, expert);
+  // Beside forwards that run: the priority of such a stream is the lowest, as CUDA's default is.
+  const OwnedStream stream(info().device);
+  one->put(0, *this, expert, stream);
+  synchronize(stream);
   return one;
 }
 
 void CudaPackedWeights::replace_expert(std::int64_t expert, const PackedWeights& one) {
+  const OwnedStream stream(info().device);
+  replace_expert(expert, one, stream);
+  synchronize(stream);
+}
+
+void CudaPackedWeights::replace_expert(std::int64_t expert, const PackedWeights& one,
+                                       Stream stream) {
   core::check_one_expert(info(), expert, one.info());
   const auto* of_cuda = dynamic_cast<const CudaPackedWeights*>(&one);
   FUSEDMOE_CHECK(of_cuda, "one", one.info().implementation, "packed on cuda");
   FUSEDMOE_CHECK(of_cuda->expert_layout() == expert_layout(), "one", of_cuda->expert_layout(),
                  expert_layout());
-  put(expert, *of_cuda, 0);
+  put(expert, *of_cuda, 0, stream);
 }
 
-/// Beside forwards that run: a stream of its own, whose priority is the lowest, as CUDA's default
-/// is.
 void CudaPackedWeights::put(std::int64_t expert, const CudaPackedWeights& from,
-                            std::int64_t from_expert) {
+                            std::int64_t from_expert, Stream stream) {
   const core::CurrentDevice current(info().device);
-  if (!stream_) stream_.emplace(info().device);
-  w13_.put(expert, from.w13_, from_expert, *stream_);
-  w2_.put(expert, from.w2_, from_expert, *stream_);
-  synchronize(*stream_);
+  w13_.put(expert, from.w13_, from_expert, stream);
+  w2_.put(expert, from.w2_, from_expert, stream);
 }
 
 void PackedMatrices::put(std::int64_t expert, const PackedMatrices& from, std::int64_t from_expert,

@@ -134,6 +134,8 @@ class CudaPackedWeights final : public PackedWeights {
   std::string expert_layout() const override;
   std::shared_ptr<PackedWeights> extract_expert(std::int64_t expert) const override;
   void replace_expert(std::int64_t expert, const PackedWeights& one) override;
+  /// Only enqueued.
+  void replace_expert(std::int64_t expert, const PackedWeights& one, Stream stream);
   void replace(std::int64_t expert, const ExpertMatrices& matrices, Stream stream);
   /// One expert as it was packed, in host tensors of its own; biases come back in f32.
   ExpertWeights unpack(std::int64_t expert) const;
@@ -141,12 +143,11 @@ class CudaPackedWeights final : public PackedWeights {
  private:
   /// Without arrays.
   CudaPackedWeights(Info info, const FormatKernels& kernels);
-  /// Waits. One thread at a time.
-  void put(std::int64_t expert, const CudaPackedWeights& from, std::int64_t from_expert);
+  void put(std::int64_t expert, const CudaPackedWeights& from, std::int64_t from_expert,
+           Stream stream);
 
   const FormatKernels* kernels_;
   PackedMatrices w13_, w2_;
-  std::optional<OwnedStream> stream_;  // of put(): to make one takes as long as its copies
 };
 
 }  // namespace fusedmoe::cuda
