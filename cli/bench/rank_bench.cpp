@@ -131,6 +131,7 @@ void RankBench::make_buffers() {
   args_.topk_weights = factors_;
   args_.max_tokens = num_tokens_;
   args_.fixed_sizes = fixed_sizes_;
+  args_.undivided = true;
   args_.num_experts = config_.num_experts;
   if (!travels() && config_.has_expert_map) {  // else the transport has one
     const auto placement = ExpertPlacement::linear(config_.num_experts, config_.parallel.ep_size);

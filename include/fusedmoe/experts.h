@@ -246,6 +246,9 @@ struct ForwardArgs {
   std::int64_t max_rows = 0;       ///< see ProblemSize
   std::int64_t max_tokens = 0;     ///< see ProblemSize
   bool fixed_sizes = false;        ///< see ProblemSize; a captured stream implies it
+  /// Nothing is enqueued between compute and finish of the forward, and no other rank is driven by
+  /// its thread between them: a transport may put off until finish what it tells the others.
+  bool undivided = false;
   /// (1) i32, optional: += rows of these tokens that were dropped, see RankOptions::drop_rows.
   TensorView dropped_rows;
   Stream stream;
@@ -382,13 +385,13 @@ class FUSEDMOE_API Experts {
   /// The default throws Error: the implementation cannot.
   virtual void repack(const ExpertWeights& weights, std::int64_t expert,
                       PackedWeights& packed) const;
-  /// Room for the experts of config(), of the layout of `like`, which may have another number of
-  /// them: PackedWeights::replace_expert() and repack() fill it.
-  /// The default throws Error: the implementation cannot.
   /// PackedWeights::replace_expert() in the order of a stream: on CUDA it is only enqueued, and
   /// `one` must live until it is done. The default does it at once.
   virtual void replace_expert(PackedWeights& packed, std::int64_t expert, const PackedWeights& one,
                               Stream stream) const;
+  /// Room for the experts of config(), of the layout of `like`, which may have another number of
+  /// them: PackedWeights::replace_expert() and repack() fill it.
+  /// The default throws Error: the implementation cannot.
   virtual std::shared_ptr<PackedWeights> make_room(const PackedWeights& like) const;
   /// Whether apply() can use these weights.
   virtual bool accepts(const PackedWeights& weights) const = 0;

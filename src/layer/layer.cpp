@@ -243,7 +243,7 @@ void MoeLayer::Impl::forward(const Call& call, Workspace workspace) const {
     }
     Step::Impl step(*this, part, needed, workspace.data);
     ending_ranks([&] {
-      step.begin();
+      step.begin(true);
       step.compute();
       step.finish();
     });
@@ -261,7 +261,7 @@ MoeLayer::Step MoeLayer::Impl::begin(const Call& call, Workspace workspace) cons
                                       chunk));
     clear_counts(call.options, call.stream);
     step = std::make_unique<Step::Impl>(*this, call, needed, workspace.data);
-    step->begin();
+    step->begin(false);
   });
   return Step(std::move(step));
 }

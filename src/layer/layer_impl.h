@@ -156,7 +156,8 @@ struct MoeLayer::Step::Impl {
   ~Impl() { end(); }
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
-  void begin();
+  /// `undivided`: see ForwardArgs.
+  void begin(bool undivided);
   void compute();
   void finish();
 

@@ -15,7 +15,7 @@ MoeLayer::Step::Impl::Impl(const MoeLayer::Impl& layer, const Call& call,
   ++layer.running;
 }
 
-void MoeLayer::Step::Impl::begin() {
+void MoeLayer::Step::Impl::begin(bool undivided) {
   const CurrentDevice current(layer.config.device);
   ForwardArgs args;
   args.weights = layer.packed.get();
@@ -28,6 +28,7 @@ void MoeLayer::Step::Impl::begin() {
   args.hooks = call.options.hooks;
   args.stream = call.stream;
   args.max_tokens = call.max_tokens;
+  args.undivided = undivided;
   args.dropped_rows = call.options.dropped_rows;
   const bool routes = !call.routing.topk_ids;
   if (routes && layer.monolithic) {

@@ -215,7 +215,9 @@ ModularKernel::Step ModularKernel::begin(const ForwardArgs& args, Workspace work
 }
 
 void ModularKernel::apply(const ForwardArgs& args, Workspace workspace) const {
-  Step step = begin(args, workspace);
+  ForwardArgs whole = args;
+  whole.undivided = true;
+  Step step = begin(whole, workspace);
   step.compute();
   step.finish();
 }

@@ -130,7 +130,7 @@ void PeerRows::expand_slots(ForwardArgs& args) {
 }
 
 void PeerRows::give_back(const ForwardArgs& args) {
-  peers().tell_results(step_, args.stream);
+  if (!args.undivided) peers().tell_results(step_, args.stream);
 }
 
 void PeerRows::sum(const ForwardArgs& args) {

@@ -1,8 +1,8 @@
 // Memory on the GPUs of one host that the kernels of all ranks map: each rank lends a block, its
 // *arena*. Rows travel in four calls for each step of a layer: publish() own rows, pull() those of
-// others, tell_results() when the experts are done, sum() what they left. The host waits in none
-// of them, and a CUDA graph can record all. What the ranks tell
-// each other in a step is in cuda/peers/protocol.h.
+// others, tell_results() when the experts are done, sum() what they left. Where sum() follows the
+// experts at once it also tells the results. The host waits in none of them, and a CUDA graph can
+// record all. What the ranks tell each other in a step is in cuda/peers/protocol.h.
 #pragma once
 
 #include <chrono>
@@ -126,7 +126,8 @@ class PeerMemory {
   virtual void publish(const PeerStep& step, const PublishedRows& rows, Stream stream) = 0;
   /// Waits for the tokens of all ranks, and fetches those that have an expert here.
   virtual void pull(const PeerStep& step, const PulledRows& rows, Stream stream) = 0;
-  /// Tells the others that the experts have left their results.
+  /// Tells the others that the experts have left their results. Behind the experts, with nothing
+  /// between; may be left out where sum() follows them so, which then tells it.
   virtual void tell_results(const PeerStep& step, Stream stream) = 0;
   /// Waits for the results of all ranks, and adds them.
   virtual void sum(const PeerStep& step, const PeerSum& sum, Stream stream) = 0;

@@ -1,4 +1,5 @@
 // Layers whose rows go through the memory of the GPUs: on one GPU, and on all that there are.
+#include <cuda_runtime.h>
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -222,12 +223,57 @@ TEST_F(PeerMemoryTest, ReplaysGiveTheBitsOfOtherSteps) {
   }
 }
 
+/// How many kernels a graph has that records such work.
+std::size_t launches_of(Stream stream, const std::function<void()>& work) {
+  const auto handle = static_cast<cudaStream_t>(stream.handle);
+  EXPECT_EQ(cudaStreamBeginCapture(handle, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  work();
+  cudaGraph_t graph = nullptr;
+  EXPECT_EQ(cudaStreamEndCapture(handle, &graph), cudaSuccess);
+  std::size_t count = 0;
+  EXPECT_EQ(cudaGraphGetNodes(graph, nullptr, &count), cudaSuccess);
+  EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+  return count;
+}
+
+/// With nothing between compute and finish, the kernel that sums also tells that the experts have
+/// ended.
+TEST_F(PeerMemoryTest, AForwardIsOneLaunchLessThanItsParts) {
+  const LayerWeights weights = make_layer_weights({small_case("bf16")});
+  const PeerRanks ranks(2);
+  const auto layers = ranks.make(weights, kTokens);
+  std::vector<PeerBuffers> buffers;
+  for (int r = 0; r < 2; ++r) buffers.emplace_back(*layers[r], tokens_of(r), kTokens);
+  const OwnedStream stream(kGpu);
+  ForwardOptions options;
+  options.stream = stream;
+  options.max_tokens = kTokens;
+  run_all(layers, buffers, options);  // loads what it needs
+  synchronize(stream);
+  const PeerBuffers& own = buffers[0];
+  const std::size_t whole =
+      launches_of(stream, [&] { layers[0]->forward(own.x, own.output, own.scratch(), options); });
+  const std::size_t parts = launches_of(stream, [&] {
+    MoeLayer::Step step = layers[0]->begin(own.x, own.output, own.scratch(), options);
+    step.compute();
+    step.finish();
+  });
+  EXPECT_EQ(whole + 1, parts);
+}
+
 /// Each rank has a graph on a stream of its own, as ranks on several GPUs have. There the kernels
-/// of a step follow each other at once, so one may begin while the one before still runs.
+/// of a step follow each other at once, so one may begin while the one before still runs. A forward
+/// in one piece tells its results in another kernel than one in parts; the ranks need not do the
+/// same.
 TEST_F(PeerMemoryTest, ReplaysOnAStreamForEachRankGiveTheBitsOfOtherSteps) {
   constexpr int kSize = 2, kInputs = 4, kReplays = 1000;
   const LayerWeights weights = make_layer_weights({small_case("bf16")});
-  for (const std::int64_t tokens : {std::int64_t{1}, kTokens}) {
+  const struct {
+    std::int64_t tokens;
+    bool in_parts[kSize];
+  } rows[] = {
+      {1, {false, false}}, {kTokens, {false, false}}, {1, {true, true}}, {kTokens, {true, false}}};
+  for (const auto& [tokens, in_parts] : rows) {
     const PeerRanks ranks(kSize, gpu_counts().back());
     const auto layers = ranks.make(weights, tokens);
     std::vector<PeerBuffers> buffers;
@@ -257,8 +303,12 @@ TEST_F(PeerMemoryTest, ReplaysOnAStreamForEachRankGiveTheBitsOfOtherSteps) {
     }
     for (int r = 0; r < kSize; ++r) {
       options.stream = streams[r];
-      graphs.emplace_back(streams[r], [&] {
-        layers[r]->forward(buffers[r].x, buffers[r].output, buffers[r].scratch(), options);
+      graphs.emplace_back(streams[r], [&, is_whole = !in_parts[r]] {
+        const PeerBuffers& own = buffers[r];
+        if (is_whole) return layers[r]->forward(own.x, own.output, own.scratch(), options);
+        MoeLayer::Step step = layers[r]->begin(own.x, own.output, own.scratch(), options);
+        step.compute();
+        step.finish();
       });
     }
     for (int i = 0; i < kReplays; ++i) {

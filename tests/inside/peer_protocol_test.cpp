@@ -8,6 +8,7 @@
 #include <functional>
 #include <random>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "cuda/peers/host_words.h"
@@ -58,13 +59,18 @@ struct Host {
   std::atomic<int> rounds_sent{0}, gave_up{0};
 };
 
+/// How a rank takes a round.
+enum class How {
+  kInOrder,     ///< it waits when it has sent its own signals
+  kWaitsEarly,  ///< it may begin to wait before, as kernels in graphs may
+  kSumTells,    ///< of the return: one kernel does both, whose first block sends
+};
+
 /// One rank of a host.
 class Rank {
  public:
-  /// With `waits_early` a rank may begin to wait before it has sent its own signals, as kernels in
-  /// graphs may.
-  Rank(Host& host, int rank, bool waits_early = false)
-      : host_(host), peers_(host.peers(rank)), random_(rank + 1U), waits_early_(waits_early) {}
+  Rank(Host& host, int rank, How how = How::kInOrder)
+      : host_(host), peers_(host.peers(rank)), random_(rank + 1U), how_(how) {}
 
   /// A round as kernels take it, behind what `before` does. False: the step has failed.
   bool pass(
@@ -72,25 +78,29 @@ class Rank {
     const auto send = [&, dozes = random_() % 4] {
       before();
       for (unsigned i = 0; i < dozes; ++i) doze();
-      for (int to = 0; to < peers_.size; ++to) send_signal<TestWords>(peers_, round, key, to);
-      if (round == Round::kReturn) end_step<TestWords>(peers_);
+      for (int to = 0; to < peers_.size; ++to) {
+        if (round == Round::kReturn) {
+          tell_return<TestWords>(peers_, key, to);
+        } else {
+          send_signal<TestWords>(peers_, round, key, to);
+        }
+      }
       ++host_.rounds_sent;
     };
-    std::jthread sender;
-    if (waits_early_) {
-      sender = std::jthread(send);
-    } else {
-      send();
-    }
-    const Patience patience{kPatience, &host_.abort};
     bool here = true;
-    for (int from = 0; from < peers_.size; ++from) {
-      here &= await_signal<TestWords>(peers_, round, key, from, patience);
+    if (how_ == How::kSumTells && round == Round::kReturn) {
+      here = run_sum(key, send);
+    } else {
+      std::jthread sender;
+      if (how_ == How::kWaitsEarly) {
+        sender = std::jthread(send);
+      } else {
+        send();
+      }
+      here = await_all(round, key);
     }
-    if (here) return true;
-    give_up<TestWords>(peers_, round, key, record);
-    ++host_.gave_up;
-    return false;
+    if (!here) ++host_.gave_up;
+    return here;
   }
 
   /// A whole step: every rank reads all rows, and leaves for each a result of it.
@@ -121,6 +131,30 @@ class Rank {
   FailureRecord record;
 
  private:
+  /// By a block. False: the step has failed.
+  bool await_all(Round round, const StepKey& key) {
+    const Patience patience{kPatience, &host_.abort};
+    bool here = true;
+    for (int from = 0; from < peers_.size; ++from) {
+      here &= await_signal<TestWords>(peers_, round, key, from, patience);
+    }
+    if (!here) give_up<TestWords>(peers_, round, key, record);
+    return here;
+  }
+  /// The kernel that sums, which also tells that the experts have ended.
+  bool run_sum(const StepKey& key, const std::function<void()>& send) {
+    std::atomic<int> blocks_here{0};
+    const auto block = [&](int index) {
+      if (index == 0) send();
+      blocks_here += await_all(Round::kReturn, key) ? 1 : 0;
+    };
+    constexpr int kBlocks = 3;
+    std::vector<std::jthread> blocks;
+    for (int index = 0; index < kBlocks; ++index) blocks.emplace_back(block, index);
+    blocks.clear();
+    return blocks_here == kBlocks;
+  }
+
   static std::uint64_t row(int rank, std::uint64_t number) {
     return number * kMostPeers + static_cast<std::uint64_t>(rank);
   }
@@ -129,7 +163,7 @@ class Rank {
   Host& host_;
   const Peers peers_;
   std::minstd_rand random_;
-  const bool waits_early_;
+  const How how_;
 };
 
 const StepKey kKey{.layer = 4, .most_tokens = 8, .topk = 2, .row_bytes = 128};
@@ -153,11 +187,26 @@ TEST(PeerProtocolTest, AWaitMayBeginBeforeItsRankHasSignalled) {
   for (const int size : {2, 5}) {
     Host host(size);
     host.run([&](int rank) {
-      Rank self(host, rank, true);
+      Rank self(host, rank, How::kWaitsEarly);
       for (std::uint64_t number = 1; number <= 300; ++number) {
         ASSERT_TRUE(self.step(kKey, number)) << self.text();
       }
     });
+  }
+}
+
+/// Of some ranks or of all.
+TEST(PeerProtocolTest, ASumMayTellByItself) {
+  for (const bool all : {true, false}) {
+    for (const int size : {2, 5}) {
+      Host host(size);
+      host.run([&](int rank) {
+        Rank self(host, rank, all || rank % 2 == 0 ? How::kSumTells : How::kInOrder);
+        for (std::uint64_t number = 1; number <= 300; ++number) {
+          ASSERT_TRUE(self.step(kKey, number)) << self.text();
+        }
+      });
+    }
   }
 }
 
@@ -178,10 +227,10 @@ TEST(PeerProtocolTest, NumbersStartAgain) {
 
 TEST(PeerProtocolTest, WhoDiesOrStopsIsNamedByAllOthers) {
   for (const Round round : {Round::kDispatch, Round::kReturn}) {
-    for (const int dead : {0, 2}) {
+    for (const auto& [dead, how] : {std::pair(0, How::kInOrder), std::pair(2, How::kSumTells)}) {
       Host host(4);
-      host.run([&](int rank) {
-        Rank self(host, rank);
+      host.run([&, dead = dead, how = how](int rank) {
+        Rank self(host, rank, how);
         for (std::uint64_t number = 1; number <= 20; ++number) ASSERT_TRUE(self.step(kKey, number));
         if (rank != dead) {
           EXPECT_FALSE(self.step(kKey, 21));

@@ -184,6 +184,7 @@ class CudaPeerMemory final : public PeerMemory {
     const core::CurrentDevice current(place_.device);
     publish_rows(step_, step, rows, stream);
     recorded_ = last_recorded(stream);
+    told_ = false;
   }
   void pull(const PeerStep& step, const PulledRows& rows, Stream stream) override {
     const core::CurrentDevice current(place_.device);
@@ -193,10 +194,14 @@ class CudaPeerMemory final : public PeerMemory {
     const core::CurrentDevice current(place_.device);
     cuda::tell_results(step_, step, stream);
     recorded_ = last_recorded(stream);
+    told_ = true;
   }
   void sum(const PeerStep& step, const PeerSum& sum, Stream stream) override {
     const core::CurrentDevice current(place_.device);
-    sum_results(step_, step, sum, follows_own(stream), stream);
+    const SumFollows follows = !told_                ? SumFollows::kExperts
+                               : follows_own(stream) ? SumFollows::kTelling
+                                                     : SumFollows::kOther;
+    sum_results(step_, step, sum, follows, stream);
     in_step_ = false;
   }
 
@@ -232,6 +237,7 @@ class CudaPeerMemory final : public PeerMemory {
   std::vector<PeerLink> links_;                          // to each rank
   PeerPlace step_;
   cudaGraphNode_t recorded_ = nullptr;  // of publish() or tell_results(), whichever came last
+  bool told_ = false;                   // tell_results() has come in this step
   std::atomic<bool> is_used_{false}, in_step_{false};
 };
 

@@ -154,6 +154,15 @@ FUSEDMOE_HD void send_signal(const Peers& peers, Round round, const StepKey& key
   if (dead == 0) send_signal<Words>(peers, round, key, to, before);
 }
 
+/// By each thread of a team of at least as many as there are ranks, behind what the experts have
+/// left: this rank's signals of the return.
+FUSEDMOE_HD_EITHER
+template <typename Words>
+FUSEDMOE_HD void tell_return(const Peers& peers, const StepKey& key, int thread) {
+  if (thread < peers.size) send_signal<Words>(peers, Round::kReturn, key, thread);
+  if (thread == 0) end_step<Words>(peers);
+}
+
 /// The key that belongs to a flag.
 FUSEDMOE_HD_EITHER
 template <typename Words>

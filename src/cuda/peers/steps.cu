@@ -185,11 +185,7 @@ __global__ void __launch_bounds__(kMostThreads) pull_kernel(const __grid_constan
 __global__ void tell_results_kernel(const __grid_constant__ StepParams p) {
   wait_for_previous_launch();
   let_next_launch_begin();
-  const int to = static_cast<int>(threadIdx.x);
-  if (to < p.place.peers.size) {
-    send_signal<DeviceWords>(p.place.peers, Round::kReturn, p.key(), to);
-  }
-  if (to == 0) end_step<DeviceWords>(p.place.peers);
+  tell_return<DeviceWords>(p.place.peers, p.key(), static_cast<int>(threadIdx.x));
 }
 
 __global__ void read_marks_kernel(const Peers peers, std::uint64_t* marks) {

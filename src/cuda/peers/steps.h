@@ -16,12 +16,15 @@ struct PeerPlace {
 
 void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedRows& rows,
                   Stream stream);
-/// `overlap_previous`: the launch before is publish_rows(), or tell_results(), of the same step.
+/// `overlap_previous`: the launch before is publish_rows() of the same step.
 void pull_rows(const PeerPlace& place, const PeerStep& step, const PulledRows& rows,
                bool overlap_previous, Stream stream);
 void tell_results(const PeerPlace& place, const PeerStep& step, Stream stream);
+/// What sum_results() follows: other work, behind which tell_results() was; tell_results() of the
+/// same step; or the experts, which only it then tells of.
+enum class SumFollows { kOther, kTelling, kExperts };
 void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& sum,
-                 bool overlap_previous, Stream stream);
+                 SumFollows follows, Stream stream);
 
 /// marks[r] = the mark in the arena of rank r.
 void read_marks(const Peers& peers, std::uint64_t* marks, Stream stream);

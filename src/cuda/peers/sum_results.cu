@@ -21,6 +21,7 @@ struct SumParams {
   const float* weights;  // null: 1
   std::int32_t num_tokens, num_physical, hidden, chunks, parts;
   bool per_slot, accumulate;
+  bool tells;  // that the experts have ended: nobody else does
 
   /// The rank of a slot's expert; -1: nobody's.
   __device__ int rank_of(std::int64_t slot) const {
@@ -85,10 +86,18 @@ __device__ void add_chunk(const SumParams<Output>& p, int token, int column, std
   store_sums(sums, p.output + token * p.output_stride + column, p.accumulate);
 }
 /// May begin while the results are told: by then the experts, and all before them, have ended.
+/// Where it tells them by itself it waits for the experts first: the other blocks would take what
+/// they compute with.
 template <typename Row, typename Output, int kWidth>
 __global__ void __launch_bounds__(kMostThreads)
     sum_results_kernel(const __grid_constant__ SumParams<Output> p) {
   const SumTeam team;
+  if (p.tells) {
+    wait_for_previous_launch();
+    if (blockIdx.x == 0) {
+      tell_return<DeviceWords>(p.step.place.peers, p.step.key(), static_cast<int>(threadIdx.x));
+    }
+  }
   // What does not depend on other ranks is read while waiting.
   std::uint32_t next_ranks = p.ranks_of(team.first / p.chunks);
   if (await_all(p.step, Round::kReturn)) {
@@ -105,7 +114,7 @@ __global__ void __launch_bounds__(kMostThreads)
 }  // namespace
 
 void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& sum,
-                 bool overlap_previous, Stream stream) {
+                 SumFollows follows, Stream stream) {
   const std::int64_t num_tokens = sum.output.size(0), hidden = sum.output.size(1);
   const auto launch_kernel = [&](auto row, auto result) {
     using Row = decltype(row);
@@ -124,6 +133,7 @@ void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& su
     p.parts = sum.per_slot ? p.step.topk : place.peers.size;
     p.per_slot = sum.per_slot;
     p.accumulate = sum.accumulate;
+    p.tells = follows == SumFollows::kExperts;
     const auto* results = reinterpret_cast<const char*>(&place.peers.own()) + step.results;
     dispatch_width<Row>(
         hidden,
@@ -132,7 +142,7 @@ void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& su
           p.chunks = static_cast<std::int32_t>(
               core::ceil_div(hidden, std::int64_t{kWidth} * SumTeam::kThreads));
           launch_teams<SumTeam>(sum_results_kernel<Row, Output, kWidth>, num_tokens * p.chunks,
-                                stream, overlap_previous, p);
+                                stream, follows != SumFollows::kOther, p);
         },
         results, p.output, p.output + p.output_stride);
   };
