@@ -48,7 +48,6 @@ std::vector<TensorView> travelling(const RowTensors& rows) {
 
 PeerRows::PeerRows(const RankRules& rules, const StepSizes& sizes, void* memory)
     : RankStep(rules, sizes, memory, 0) {
-  if (sizes.max_rows > 0) local_slots_ = take(DType::kI32, {1});
   if (!memory) return;
   const std::int64_t ranks = rules.size, most = sizes.max_tokens, topk = sizes.topk;
   step_.layer = rules.layer;
@@ -96,8 +95,6 @@ void PeerRows::send(const RowTensors& own, const ForwardArgs& args) {
   if (peers().has_ended()) rules_.group->check();
   set_fixed_counts();
   check_received();
-  // Not in receive(): behind publish() comes pull() and nothing else, so that it may begin early.
-  if (local_slots_) fill_bytes(local_slots_, 0, args.stream);
   const std::vector<TensorView> tensors = travelling(own);
   const core::ReplicaTable replicas(destinations_of(own.ids));
   peers().publish(step_, {tensors, own.ids, own.weights, replicas}, args.stream);
@@ -105,7 +102,8 @@ void PeerRows::send(const RowTensors& own, const ForwardArgs& args) {
 
 void PeerRows::receive(Stream stream) {
   const std::vector<TensorView> tensors = travelling(received_);
-  PulledRows rows{tensors, rules_.expert_map, rules_.num_local_experts, {}, {}, local_slots_};
+  PulledRows rows{tensors, rules_.expert_map, rules_.num_local_experts, {}, {}};
+  rows.counts_slots = sizes_.max_rows > 0;
   if (rules_.per_slot()) {
     rows.slot_rows = slot_rows_;
     rows.ones = expert_rows_.weights;
@@ -148,10 +146,9 @@ void PeerRows::sum(const ForwardArgs& args) {
 
 /// The experts may take several passes, so the host must know how many rows they get. It waits.
 std::int64_t PeerRows::local_slots(const ForwardArgs& args) const {
-  std::int32_t count = 0;
-  copy(local_slots_, TensorView(&count, DType::kI32, {1}), args.stream);
-  synchronize(args.stream);
-  return count;
+  const std::optional<std::int64_t> count = peers().local_slots(args.stream);
+  if (!count) rules_.group->check();
+  return count.value_or(0);
 }
 
 }  // namespace fusedmoe::layer

@@ -27,8 +27,7 @@ class PeerRows final : public RankStep {
   PeerMemory& peers() const { return *rules_.group->peers(); }
 
   PeerStep step_;
-  TensorView own_ids_;      // (num_tokens, topk) i32, in the arena: of physical experts
-  TensorView local_slots_;  // (1) i32; undefined: the experts take all rows at once
+  TensorView own_ids_;  // (num_tokens, topk) i32, in the arena: of physical experts
 };
 
 }  // namespace fusedmoe::layer

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -52,8 +53,7 @@ struct PulledRows {
   /// Of every slot, where defined: its number, or -1 if its expert is another rank's, and a weight
   /// of 1; (ranks * most_tokens, topk) i32 and f32.
   TensorView slot_rows, ones;
-  /// (1) i32, where defined: += slots that name an expert of this rank.
-  TensorView local_slots;
+  bool counts_slots = false;  ///< those that name an expert of this rank, for local_slots()
 };
 
 /// How a rank adds what the experts of all ranks have left for its tokens.
@@ -126,6 +126,9 @@ class PeerMemory {
   virtual void publish(const PeerStep& step, const PublishedRows& rows, Stream stream) = 0;
   /// Waits for the tokens of all ranks, and fetches those that have an expert here.
   virtual void pull(const PeerStep& step, const PulledRows& rows, Stream stream) = 0;
+  /// How many slots the last pull() has counted. The host waits until the ids of all ranks are
+  /// here, not for rows. None: the step has failed.
+  virtual std::optional<std::int64_t> local_slots(Stream stream) = 0;
   /// Tells the others that the experts have left their results. Behind the experts, with nothing
   /// between; may be left out where sum() follows them so, which then tells it.
   virtual void tell_results(const PeerStep& step, Stream stream) = 0;

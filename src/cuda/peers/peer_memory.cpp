@@ -8,6 +8,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <optional>
 
 #include "core/device_runtime.h"
 #include "core/format.h"
@@ -70,6 +71,16 @@ cudaGraphNode_t last_recorded(Stream stream) {
 #endif
   FUSEDMOE_CUDA_CHECK(ask(handle, &status, nullptr, nullptr, &nodes, &edges, &count));
   return count == 1 ? nodes[0] : nullptr;
+}
+
+bool is_at_work(Stream stream) {
+  const cudaError_t state = cudaStreamQuery(static_cast<cudaStream_t>(stream.handle));
+  if (state == cudaErrorNotReady) {
+    cudaGetLastError();  // clears it, which later calls would report as theirs
+    return true;
+  }
+  FUSEDMOE_CUDA_CHECK(state);
+  return false;
 }
 
 class CudaPeerMemory final : public PeerMemory {
@@ -188,7 +199,20 @@ class CudaPeerMemory final : public PeerMemory {
   }
   void pull(const PeerStep& step, const PulledRows& rows, Stream stream) override {
     const core::CurrentDevice current(place_.device);
-    pull_rows(step_, step, rows, follows_own(stream), stream);
+    SlotCount count;
+    if (rows.counts_slots) count = {&shared_->slots, ++counts_};
+    pull_rows(step_, step, rows, count, follows_own(stream), stream);
+  }
+  std::optional<std::int64_t> local_slots(Stream stream) override {
+    const core::CurrentDevice current(place_.device);
+    constexpr int kLooks = 1024;  // between those at the stream
+    for (int looks = 1;; ++looks) {
+      const bool has_ended = looks % kLooks == 0 && !is_at_work(stream);
+      const std::uint64_t told = HostWords::load_acquire(&shared_->slots);
+      if (told >> 32 == counts_) return static_cast<std::int64_t>(told & 0xFFFFFFFFU);
+      if (has_ended) return std::nullopt;
+      HostWords::pause();
+    }
   }
   void tell_results(const PeerStep& step, Stream stream) override {
     const core::CurrentDevice current(place_.device);
@@ -210,6 +234,7 @@ class CudaPeerMemory final : public PeerMemory {
   struct Pinned {
     FailureRecord record;
     std::uint32_t abort = 0;
+    std::uint64_t slots = 0;  // as in SlotCount
     std::uint64_t marks[kMostPeers] = {};
     std::uint32_t seldom = 0;  // what nobody reads
   };
@@ -237,6 +262,7 @@ class CudaPeerMemory final : public PeerMemory {
   std::vector<PeerLink> links_;                          // to each rank
   PeerPlace step_;
   cudaGraphNode_t recorded_ = nullptr;  // of publish() or tell_results(), whichever came last
+  std::uint32_t counts_ = 0;            // of slots, by pull()
   bool told_ = false;                   // tell_results() has come in this step
   std::atomic<bool> is_used_{false}, in_step_{false};
 };

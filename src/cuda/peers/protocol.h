@@ -71,6 +71,8 @@ struct ArenaHead {
   std::uint32_t late = 0, different = 0;  ///< ranks, as bits: those that a wait was given up for
   std::uint32_t told = 0;                 ///< the host ended a wait
   std::uint32_t ticket = 0;               ///< blocks of the kernel that runs that are done
+  std::uint32_t counted = 0;              ///< the same of pull, which publish may overlap
+  std::uint32_t slots = 0;                ///< of all ranks' tokens that these have counted
   std::uint64_t mark = 0;                 ///< tells, when arenas are mapped, whose this is
 };
 

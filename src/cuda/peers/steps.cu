@@ -138,8 +138,32 @@ struct PullParams {
   core::LocalExperts local_experts;
   std::int32_t* slot_rows;
   float* ones;
-  std::int32_t* local_slots;
+  SlotCount count;
 };
+
+/// Ahead of the rows, as the host waits for it; the last block tells it.
+__device__ void count_slots(const PullParams& p) {
+  const StepParams& s = p.step;
+  const Peers& peers = s.place.peers;
+  ArenaHead& own = peers.own();
+  const auto* ids = in_arena<const std::int32_t>(peers, peers.rank, s.ids);
+  const int slots = peers.size * s.most_tokens * s.topk;
+  int found = 0;
+  for (int slot = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); slot < slots;
+       slot += static_cast<int>(gridDim.x * blockDim.x)) {
+    found += p.local_experts(ids[slot]) >= 0 ? 1 : 0;
+  }
+  found = __reduce_add_sync(~0U, found);
+  if (threadIdx.x % 32 == 0) atomicAdd(&own.slots, static_cast<std::uint32_t>(found));
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  if (atomicAdd(&own.counted, 1) != gridDim.x - 1) return;
+  __threadfence();
+  own.counted = 0;
+  const std::uint64_t all = atomicExch(&own.slots, 0);
+  DeviceWords::store_release(p.count.word, std::uint64_t{p.count.number} << 32 | all);
+}
 
 /// Neighbouring teams take rows of different ranks, beginning behind this one, so that no rank is
 /// read by all at once.
@@ -164,7 +188,6 @@ __device__ void fetch_rows(const PullParams& p) {
       if (p.ones) p.ones[slot] = 1;
     }
     if (found == 0) continue;
-    if (p.local_slots && team.thread == 0) atomicAdd(p.local_slots, found);
     for (int t = 0; t < p.rows.count; ++t) {
       const TravellingRows& rows = p.rows.tensors[t];
       rows.copy<true>(
@@ -176,7 +199,10 @@ __device__ void fetch_rows(const PullParams& p) {
 /// May begin while this rank still publishes: its own signal says when that is done. What is
 /// written here nothing before that reads or writes.
 __global__ void __launch_bounds__(kMostThreads) pull_kernel(const __grid_constant__ PullParams p) {
-  if (await_all(p.step, Round::kDispatch)) fetch_rows(p);
+  if (await_all(p.step, Round::kDispatch)) {
+    if (p.count.word) count_slots(p);
+    fetch_rows(p);
+  }
   wait_for_previous_launch();
   if (blockIdx.x == 0 && threadIdx.x == 0) begin_return<DeviceWords>(p.step.place.peers);
 }
@@ -235,14 +261,14 @@ void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedR
 }
 
 void pull_rows(const PeerPlace& place, const PeerStep& step, const PulledRows& rows,
-               bool overlap_previous, Stream stream) {
+               const SlotCount& count, bool overlap_previous, Stream stream) {
   PullParams p{};
   p.step = step_params(place, step);
   p.rows = travelling(step, rows.tensors);
   p.local_experts = core::LocalExperts(rows.expert_map, rows.num_local_experts);
   p.slot_rows = rows.slot_rows.as<std::int32_t>();
   p.ones = rows.ones.as<float>();
-  p.local_slots = rows.local_slots.as<std::int32_t>();
+  p.count = count;
   launch_teams<RowTeam>(pull_kernel, place.peers.size * step.most_tokens, stream, overlap_previous,
                         p);
 }

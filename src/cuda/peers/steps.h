@@ -16,9 +16,15 @@ struct PeerPlace {
 
 void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedRows& rows,
                   Stream stream);
+/// Where the host reads how many slots name an expert of this rank.
+struct SlotCount {
+  std::uint64_t* word =
+      nullptr;               ///< pinned: the slots, and in the upper half `number`. Null: nowhere
+  std::uint32_t number = 0;  ///< of this count
+};
 /// `overlap_previous`: the launch before is publish_rows() of the same step.
 void pull_rows(const PeerPlace& place, const PeerStep& step, const PulledRows& rows,
-               bool overlap_previous, Stream stream);
+               const SlotCount& count, bool overlap_previous, Stream stream);
 void tell_results(const PeerPlace& place, const PeerStep& step, Stream stream);
 /// What sum_results() follows: other work, behind which tell_results() was; tell_results() of the
 /// same step; or the experts, which only it then tells of.
