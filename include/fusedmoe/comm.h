@@ -171,6 +171,9 @@ class FUSEDMOE_API Communicator {
   void together(const std::function<void()>& step, std::string_view what);
   /// The ranks that give the same color, in order. Collective over all ranks of this one.
   std::shared_ptr<Communicator> split(int color);
+  /// As split(), but ranks that were a part before get the same one: what layers have in it they
+  /// share. It lives as long as this communicator.
+  std::shared_ptr<Communicator> shared_part(int color);
   /// Ends the communicator on all ranks, with a reason.
   void abort(std::string_view reason) noexcept;
   /// Why the communicator has ended; empty while it works.

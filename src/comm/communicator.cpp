@@ -48,16 +48,14 @@ Communicator::Impl::~Impl() {
 /// asked. Where that is gone, this is the reason. Or kernels of this rank have given up, which the
 /// others are told.
 std::string Communicator::Impl::find_failure() const {
-  std::shared_ptr<PeerMemory> mapped;
   {
     const std::lock_guard lock(mutex);
     if (!failure.empty()) return failure;
-    mapped = peers;
   }
   std::optional<std::string> posted;
   try {
     posted = control->read("failure", milliseconds(0));
-    const std::string gave_up = posted || !mapped ? std::string() : mapped->failure();
+    const std::string gave_up = posted ? std::string() : why_gave_up();
     if (!gave_up.empty()) {
       control->post("failure", gave_up);
       posted = control->read("failure", milliseconds(0)).value_or(gave_up);
@@ -69,6 +67,16 @@ std::string Communicator::Impl::find_failure() const {
   const std::lock_guard lock(mutex);
   if (failure.empty()) failure = *posted;
   return failure;
+}
+
+/// Why kernels of this rank have given up; empty: they have not.
+std::string Communicator::Impl::why_gave_up() const {
+  const std::lock_guard lock(mutex);
+  std::string why = peers ? peers->failure() : std::string();
+  for (const auto& [members, part] : shared_parts) {
+    if (why.empty()) why = part->impl_->why_gave_up();
+  }
+  return why;
 }
 
 /// Tells all ranks why the communicator ends. Returns the first reason, maybe another rank's.
@@ -309,6 +317,12 @@ std::shared_ptr<Communicator> Communicator::split(int color) {
   }
   for (int& member : part->members) member = impl.global(member);
   return std::shared_ptr<Communicator>(new Communicator(std::move(part)));
+}
+
+std::shared_ptr<Communicator> Communicator::shared_part(int color) {
+  const std::shared_ptr<Communicator> part = split(color);
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->shared_parts.emplace(part->impl_->members, part).first->second;
 }
 
 void Communicator::abort(std::string_view reason) noexcept {

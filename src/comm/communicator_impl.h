@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <mutex>
 #include <variant>
 
@@ -52,12 +53,14 @@ struct Communicator::Impl {
   std::string slow_peers;     // who reads at an absurd rate, the same on all ranks
 
   mutable std::mutex mutex;
-  mutable std::string failure;                  // once known
+  mutable std::string failure;                                             // once known
+  std::map<std::vector<int>, std::shared_ptr<Communicator>> shared_parts;  // by their members
   std::unique_ptr<comm::PeerWatch> peer_watch;  // the last to be made, the first to end
 
   /// The rank's number in the whole communicator, which both planes and all errors use.
   int global(int r) const { return members.empty() ? r : members[r]; }
   std::string find_failure() const;
+  std::string why_gave_up() const;
   std::string end(const std::string& reason);
   [[noreturn]] void fail(std::string_view what, std::span<const int> late);
   std::string read(const std::string& name, Clock::time_point deadline);

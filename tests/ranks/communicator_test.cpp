@@ -72,6 +72,22 @@ TEST(CommunicatorTest, PartsHaveRanksOfTheirOwn) {
   });
 }
 
+/// Also where only some ranks were in such a part before.
+TEST(CommunicatorTest, SharedPartsAreThoseOfTheSameRanks) {
+  const Communicators comms = make_thread_communicators(4);
+  run_ranks(4, [&](int rank) {
+    const auto half = comms[rank]->shared_part(rank / 2);
+    EXPECT_EQ(half->size(), 2);
+    EXPECT_EQ(comms[rank]->shared_part(rank / 2 + 5), half);
+    const auto other = comms[rank]->shared_part(rank < 2 ? 0 : rank);
+    EXPECT_EQ(other == half, rank < 2);
+    EXPECT_NE(comms[rank]->shared_part(0), half);
+    exchange_numbers(*half);
+    exchange_numbers(*other);
+    comms[rank]->barrier();
+  });
+}
+
 /// What the ranks of two parts, {1, 2} and {0, 3}, throw when `step` runs on theirs.
 std::vector<std::string> errors_of_parts(
     std::chrono::milliseconds timeout,
