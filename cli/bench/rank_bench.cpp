@@ -241,10 +241,11 @@ void RankBench::combine() {
 }
 
 /// Dispatch and combine, which follow each other. In graphs each is replayed many times before the
-/// next is; but ranks that read each other's memory begin no step before all have ended the last,
-/// so there the two are one phase.
+/// next is; but ranks that fetch rows from each other's memory begin no step before all have ended
+/// the last, so there the two are one phase.
 RankPhases RankBench::row_phases() {
-  if (!uses_graphs() || !by_peer_memory()) return {[&] { dispatch(); }, [&] { combine(); }};
+  const bool apart = !uses_graphs() || !by_peer_memory() || !travels();
+  if (apart) return {[&] { dispatch(); }, [&] { combine(); }};
   return {[&] {
     dispatch();
     combine();

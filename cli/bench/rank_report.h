@@ -27,8 +27,9 @@ struct RankRow {
   struct {
     std::vector<double> dispatch_us, combine_us, experts_us, sent_bytes, returned_bytes;
   } ranks;
-  /// Both ways through peer memory, as a graph replays them: combine_us is in dispatch_us.
-  bool is_one_time() const { return by_peer_memory && fixed_sizes; }
+  /// Both ways through peer memory, as a graph replays them: combine_us is in dispatch_us. Not
+  /// where it is but a sum.
+  bool is_one_time() const { return by_peer_memory && fixed_sizes && transport != "no_ep"; }
   double times_of_copy() const { return (dispatch_us + combine_us) / copy_us; }
   double gigabytes() const { return 1e-3 * sent_bytes / dispatch_us; }
   /// Of the bytes that the link could have moved in the same time.

@@ -97,8 +97,9 @@ class FUSEDMOE_API PrepareAndFinalize {
   virtual void move_experts(const ExpertPlacement& /*placement*/, Stream /*stream*/) const {}
   /// Number of its layer among those of the communicator; 0 on one rank.
   virtual std::uint64_t layer() const { return 0; }
-  /// How rows change their rank: "peer memory", "messages over nccl: <why not peer memory>"; empty:
-  /// they stay where they are.
+  /// How rows come to other ranks, or the parts of sums of ranks with the same tokens: "peer
+  /// memory", "messages over nccl: <why not peer memory>"; empty: there are no other ranks. Where
+  /// sums follow rows, both: "messages over nccl: <why>; sums: peer memory".
   virtual std::string rows_travel() const { return {}; }
 
  private:

@@ -32,8 +32,8 @@ struct FUSEDMOE_API Plan {
   int layout_version = 1;  ///< of the packed weights
   /// Of a layer that has shared experts: "cpu+no_ep" and their scheme; else empty.
   std::string shared_experts, shared_scheme;
-  /// Of a layer whose rows change their rank: how, see PrepareAndFinalize::rows_travel(); else
-  /// empty. Not pinned: it follows from the ranks.
+  /// Of a layer across ranks: how rows, or parts of sums, come to other ranks, see
+  /// PrepareAndFinalize::rows_travel(); else empty. Not pinned: it follows from the ranks.
   std::string rows_travel;
 
   bool operator==(const Plan&) const = default;
@@ -58,9 +58,9 @@ struct FUSEDMOE_API Selection {
   /// Bytes that the packed weights of this rank will take, see ExpertsDescriptor::packed_bytes().
   /// Throws Error when nothing fits.
   std::int64_t packed_bytes() const;
-  /// Bytes of memory that the GPU of each rank lends the others for such a layer, where its rows
-  /// travel that way: see Communicator::map_peers(). Depends on max_tokens_per_rank and
-  /// combine_dtype. 0 on the CPU, and where rows stay. Throws Error when nothing fits.
+  /// Bytes of memory that the GPU of each rank lends the others for such a layer, where its rows or
+  /// sums travel that way: see Communicator::map_peers(). Depends on max_tokens_per_rank and
+  /// combine_dtype. 0 on the CPU, and where rows stay on one rank. Throws Error when nothing fits.
   std::size_t peer_bytes(const RankOptions& ranks) const;
   /// Text table: chosen mark, experts, prepare_finalize, format, code, how it runs or why not.
   std::string table() const;

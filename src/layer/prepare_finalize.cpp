@@ -99,7 +99,11 @@ class NoEpSums final : public PrepareAndFinalize {
         partial_dtype_(context.ranks.combine_dtype.value_or(config.dtype)),
         sums_(context.ranks.communicator),
         layer_(sums_.communicator()->next_layer()) {
-    sums_.communicator()->connect("sums of ranks with the same tokens");
+    if (!config.device.is_cpu()) {
+      version_ = Tensor::zeros({1}, DType::kI32, config.device);
+      sums_.map_peers(config.hidden, static_cast<std::uint32_t>(layer_), version_);
+    }
+    sums_.connect();
   }
 
   bool moves_rows() const override { return true; }
@@ -112,8 +116,14 @@ class NoEpSums final : public PrepareAndFinalize {
   void abandon(std::string_view reason) const noexcept override {
     sums_.communicator()->abort(reason);
   }
-  void move_experts(const ExpertPlacement&, Stream) const override { ++moves_; }
+  void move_experts(const ExpertPlacement&, Stream stream) const override {
+    ++moves_;
+    if (!version_) return;
+    const auto version = static_cast<std::int32_t>(moves_);
+    copy(borrow(&version, DType::kI32, {1}), version_, stream);
+  }
   std::uint64_t layer() const override { return layer_; }
+  std::string rows_travel() const override { return sums_.travel(); }
 
  private:
   struct Step final : TransportStep {
@@ -125,8 +135,7 @@ class NoEpSums final : public PrepareAndFinalize {
          const NoEpSums& of, Device device)
         : cutter(workspace),
           rows(cutter, problem, preparation, device),
-          sums(cutter, problem.num_tokens, problem.hidden, of.partial_dtype_,
-               of.sums_.communicator()->size(), device) {}
+          sums(cutter, of.sums_, problem.num_tokens, problem.hidden, of.partial_dtype_, device) {}
   };
 
   void do_start_prepare(ForwardArgs& args, const TransportSizes& sizes) const override {
@@ -143,14 +152,18 @@ class NoEpSums final : public PrepareAndFinalize {
                                             "finalize",
                                             name(args.weight_and_reduce)));
     }
+    if (!args.undivided) sums_.tell(args.fused_output, args.stream);
+  }
+  void do_finish_finalize(const ForwardArgs& args) const override {
     const auto& step = static_cast<const Step&>(*args.step);
     sums_.run(args.fused_output, args.output, args.accumulate, step.sums, args.stream,
-              step.name.of("sum"));
+              step.name.of("sum"), !args.undivided);
   }
 
   const DType partial_dtype_;
-  const layer::RankSums sums_;
+  layer::RankSums sums_;
   const std::uint64_t layer_;
+  Tensor version_;                   // (1) i32 on a GPU: moves, as other ranks are told
   mutable std::uint64_t moves_ = 0;  // how often experts have moved
 };
 

@@ -61,6 +61,7 @@ RankRules::RankRules(const MoeConfig& config, const Context& context, bool allga
   const bool nearest = context.ranks.replica_choice == ReplicaChoice::kNearest;
   if (nearest && !sums.needed()) nearest_rank = rank;
   if (!device.is_cpu()) {
+    if (sums.needed()) sums.map_peers(config.hidden, layer, version);
     no_peer_memory = map_peers(config, context.ranks);
     if (no_peer_memory.empty()) way = RowWay::kPeerMemory;
   }
@@ -89,7 +90,7 @@ void RankRules::join(const std::shared_ptr<Communicator>& all) {
   rank = group->rank();
   const std::vector<int> same =
       parallel.reduce_group(allgather ? Combine::kReduceScatter : Combine::kComplete);
-  if (same.size() > 1) sums = RankSums(all->split(same.front()));
+  if (same.size() > 1) sums = RankSums(all->shared_part(same.front()));
   if (!device.is_cpu()) return;
   way = shared || group->can_lend() ? RowWay::kInPlace : RowWay::kHostMessages;
 }

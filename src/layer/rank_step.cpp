@@ -167,8 +167,7 @@ RankStep::RankStep(const RankRules& rules, const StepSizes& sizes, void* memory,
   row_addresses_ = host ? take_addresses(tokens * (per_slot ? topk : ranks)) : nullptr;
   if (!rules.sums.needed()) return;
   partial_ = take(rules.combine_dtype, {tokens, sizes.hidden});
-  sums_.emplace(cutter_, tokens, sizes.hidden, rules.combine_dtype,
-                rules.sums.communicator()->size(), rules.device);
+  sums_.emplace(cutter_, rules.sums, tokens, sizes.hidden, rules.combine_dtype, rules.device);
 }
 
 const std::byte** RankStep::take_addresses(std::int64_t rows) {

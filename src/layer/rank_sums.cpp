@@ -105,8 +105,38 @@ void sum_parts(const PartSum& sum, const RankSums::Buffers& buffers, std::int64_
 
 }  // namespace
 
-RankSums::Buffers::Buffers(core::WorkspaceCutter& cutter, std::int64_t num_tokens,
-                           std::int64_t hidden, DType dtype, int num_ranks, Device device) {
+std::string peer_memory_of(const Communicator& ranks) {
+  const std::string& slow = ranks.slow_peers();
+  return slow.empty() ? std::string("peer memory") : "peer memory: " + slow;
+}
+
+void RankSums::map_peers(std::int64_t hidden, std::uint32_t layer, const TensorView& placement) {
+  const bool fits = bytes(DType::kF32, hidden) <= PeerMemory::most_sum_bytes();
+  no_peer_memory_ = fits ? communicator_->map_peers(PeerMemory::head_bytes())
+                         : core::format("rows of {} columns are too long", hidden);
+  by_peers_ = no_peer_memory_.empty();
+  layer_ = layer;
+  placement_ = placement.as<const std::uint32_t>();
+}
+
+void RankSums::connect() const {
+  if (by_peers_) return;
+  const std::string why = no_peer_memory_.empty() ? "" : " as messages (" + no_peer_memory_ + ")";
+  communicator_->connect("sums of ranks with the same tokens" + why);
+}
+
+std::string RankSums::travel() const {
+  if (by_peers_) return peer_memory_of(*communicator_);
+  if (communicator_->device().is_cpu() && communicator_->can_lend()) return "read in place";
+  const std::string why = no_peer_memory_.empty() ? "" : ": " + no_peer_memory_;
+  return core::format("messages over {}{}", communicator_->backend(), why);
+}
+
+RankSums::Buffers::Buffers(core::WorkspaceCutter& cutter, const RankSums& sums,
+                           std::int64_t num_tokens, std::int64_t hidden, DType dtype,
+                           Device device) {
+  if (sums.by_peers_) return;
+  const int num_ranks = sums.communicator_->size();
   const std::int64_t share = share_of(num_tokens, num_ranks);
   parts = cutter.take(dtype, {share * num_ranks, hidden}, device);
   rows = cutter.take(DType::kI32, {share, num_ranks}, device);
@@ -116,8 +146,17 @@ RankSums::Buffers::Buffers(core::WorkspaceCutter& cutter, std::int64_t num_token
       static_cast<std::size_t>(std::max(num_tokens, share * num_ranks)) * sizeof(std::byte*)));
 }
 
+void RankSums::tell(const TensorView& partial, Stream stream) const {
+  if (by_peers_) communicator_->peers()->tell_parts({layer_, placement_, partial, partial}, stream);
+}
+
 void RankSums::run(const TensorView& partial, const TensorView& output, bool accumulate,
-                   const Buffers& buffers, Stream stream, std::string_view what) const {
+                   const Buffers& buffers, Stream stream, std::string_view what, bool told) const {
+  if (by_peers_) {
+    PeerMemory& peers = *communicator_->peers();
+    if (peers.has_ended()) communicator_->check();
+    return peers.add_parts({layer_, placement_, partial, output, accumulate}, told, stream);
+  }
   if (stream.device.is_cpu() && communicator_->can_lend()) {
     return run_in_place(partial, output, accumulate, buffers, stream, what);
   }

@@ -24,16 +24,16 @@ std::unique_ptr<RankStep> RankStep::make(const RankRules& rules, const StepSizes
 
 std::string RankRules::rows_travel() const {
   const std::string_view plane = group->backend();
+  const std::string then = sums.needed() ? "; sums: " + sums.travel() : "";
   switch (way) {
     case RowWay::kInPlace:
-      return "read in place";
+      return "read in place" + then;
     case RowWay::kHostMessages:
-      return core::format("messages over {}", plane);
+      return core::format("messages over {}{}", plane, then);
     case RowWay::kDeviceMessages:
-      return core::format("messages over {}: {}", plane, no_peer_memory);
+      return core::format("messages over {}: {}{}", plane, no_peer_memory, then);
     case RowWay::kPeerMemory:
-      return group->slow_peers().empty() ? std::string("peer memory")
-                                         : core::format("peer memory: {}", group->slow_peers());
+      return peer_memory_of(*group);
   }
   return {};
 }

@@ -267,9 +267,10 @@ std::int64_t Selection::packed_bytes() const {
 
 std::size_t Selection::peer_bytes(const RankOptions& ranks) const {
   layer::check_chosen(*this);
-  const bool travel =
-      prepare_finalize == &all2all() || prepare_finalize == &allgather_reducescatter();
-  if (config.device.is_cpu() || !travel) return 0;
+  if (config.device.is_cpu() || prepare_finalize == &batched()) return 0;
+  if (prepare_finalize == &no_ep()) {  // sums have a place of one size in every arena
+    return config.parallel.num_ranks() > 1 ? PeerMemory::head_bytes() : 0;
+  }
   const int num_ranks = prepare_finalize == &all2all()
                             ? static_cast<int>(config.parallel.num_ranks())
                             : static_cast<int>(config.parallel.gather_group().size());

@@ -1,8 +1,9 @@
 // Memory on the GPUs of one host that the kernels of all ranks map: each rank lends a block, its
 // *arena*. Rows travel in four calls for each step of a layer: publish() own rows, pull() those of
 // others, tell_results() when the experts are done, sum() what they left. Where sum() follows the
-// experts at once it also tells the results. The host waits in none of them, and a CUDA graph can
-// record all. What the ranks tell each other in a step is in cuda/peers/protocol.h.
+// experts at once it also tells the results. Ranks that have the same tokens add their parts of
+// each by add_parts(). The host waits in none of them, and a CUDA graph can record all. What the
+// ranks tell each other is in cuda/peers/protocol.h.
 #pragma once
 
 #include <chrono>
@@ -75,6 +76,15 @@ struct PeerLink {
   double word_us = 0;  ///< from asking for a word until it has come
 };
 
+/// The sum of what ranks with the same tokens have.
+struct PeerParts {
+  std::uint32_t layer = 0;
+  const std::uint32_t* placement = nullptr;  ///< as in PeerStep
+  TensorView partial;                        ///< (num_tokens, hidden), contiguous: this rank's part
+  TensorView output;  ///< (num_tokens, hidden), of the same dtype or f32; or `partial` is f32
+  bool accumulate = false;
+};
+
 class PeerMemory {
  public:
   /// What all ranks of a communicator are told.
@@ -135,8 +145,18 @@ class PeerMemory {
   /// Waits for the results of all ranks, and adds them.
   virtual void sum(const PeerStep& step, const PeerSum& sum, Stream stream) = 0;
 
-  /// Before what steps have in an arena: what ranks tell each other.
+  // A sum, behind a kernel of ours that leaves `partial`. Only enqueued.
+  /// Shows the others this rank's parts; of more than most_sum_bytes() the first. May be left out
+  /// where add_parts() follows that kernel at once.
+  virtual void tell_parts(const PeerParts& parts, Stream stream) = 0;
+  /// output = or += the sum of the parts of all ranks: in rank order in f32, rounded to the dtype
+  /// of the parts. A row has most_sum_bytes() at most. `told`: by tell_parts(), of the same. Throws
+  /// Error where another sum has come between.
+  virtual void add_parts(const PeerParts& parts, bool told, Stream stream) = 0;
+
+  /// Before what steps have in an arena: what ranks tell each other, and the parts of sums.
   static std::size_t head_bytes();
+  static std::int64_t most_sum_bytes();
 };
 
 }  // namespace fusedmoe

@@ -168,7 +168,7 @@ TEST(CudaRankDeploymentsTest, EachGivesTheOutputOfOneGpu) {
     Case spec = small_case(scheme);
     spec.bias = true;
     const LayerWeights weights = make_layer_weights({spec});
-    for (const Setting& setting : settings()) {
+    for (const Setting& setting : all_settings()) {
       const std::vector<RankRun> runs = deployments(setting.size);
       if (runs.empty()) continue;
       const auto outputs = expect_as_one(setting, weights, runs);

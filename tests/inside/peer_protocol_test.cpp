@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cuda/peers/host_words.h"
+#include "cuda/peers/sum_layout.h"
 
 namespace fusedmoe::cuda::peer_protocol_test {
 
@@ -36,6 +37,8 @@ struct Host {
     ArenaHead head;
     std::uint64_t row = 0;                   // for all to read in the return
     std::uint64_t results[kMostPeers] = {};  // for the rank of the same number
+    std::uint64_t parts[2] = {};             // of sums, by turns
+    std::uint64_t total = 0;                 // of this rank's share
   };
 
   explicit Host(int size) : size(size), arenas(static_cast<std::size_t>(size)) {
@@ -103,6 +106,32 @@ class Rank {
     return here;
   }
 
+  /// A sum as the kernel takes it. Every rank gets the sum of all parts.
+  bool sum(const StepKey& key, std::uint64_t number, bool two_shots = false) {
+    Host::Arena& own = arena(peers_.rank);
+    const std::uint32_t before = number_before(Round::kParts);
+    own.parts[before % 2] = row(peers_.rank, number);
+    send(Round::kParts, key, before);
+    end_sum<TestWords>(peers_, before);
+    if (!await_all(Round::kParts, key, before)) return !++host_.gave_up;
+    std::uint64_t sum = 0, expected = 0;
+    for (int from = 0; from < peers_.size; ++from) {
+      if (random_() % 4 == 0) doze();
+      sum += arena(from).parts[before % 2];
+      expected += row(from, number);
+    }
+    EXPECT_EQ(sum, expected);
+    if (!two_shots) return true;
+    own.total = sum + static_cast<std::uint64_t>(peers_.rank);
+    send(Round::kTotals, key, before);
+    if (!await_all(Round::kTotals, key, before)) return !++host_.gave_up;
+    for (int from = 0; from < peers_.size; ++from) {
+      if (random_() % 4 == 0) doze();
+      EXPECT_EQ(arena(from).total, expected + static_cast<std::uint64_t>(from));
+    }
+    return true;
+  }
+
   /// A whole step: every rank reads all rows, and leaves for each a result of it.
   bool step(const StepKey& key, std::uint64_t number) {
     Host::Arena& own = arena(peers_.rank);
@@ -131,15 +160,21 @@ class Rank {
   FailureRecord record;
 
  private:
+  std::uint32_t number_before(Round round) const {
+    return TestWords::load(&peers_.own().before[static_cast<int>(round)]);
+  }
   /// By a block. False: the step has failed.
-  bool await_all(Round round, const StepKey& key) {
+  bool await_all(Round round, const StepKey& key, std::uint32_t before) {
     const Patience patience{kPatience, &host_.abort};
     bool here = true;
     for (int from = 0; from < peers_.size; ++from) {
-      here &= await_signal<TestWords>(peers_, round, key, from, patience);
+      here &= await_signal<TestWords>(peers_, round, key, from, before, patience);
     }
-    if (!here) give_up<TestWords>(peers_, round, key, record);
+    if (!here) give_up<TestWords>(peers_, round, key, before, record);
     return here;
+  }
+  bool await_all(Round round, const StepKey& key) {
+    return await_all(round, key, number_before(round));
   }
   /// The kernel that sums, which also tells that the experts have ended.
   bool run_sum(const StepKey& key, const std::function<void()>& send) {
@@ -159,6 +194,11 @@ class Rank {
     return number * kMostPeers + static_cast<std::uint64_t>(rank);
   }
   Host::Arena& arena(int rank) { return host_.arenas[static_cast<std::size_t>(rank)]; }
+  void send(Round round, const StepKey& key, std::uint32_t before) {
+    for (unsigned dozes = random_() % 4; dozes > 0; --dozes) doze();
+    for (int to = 0; to < peers_.size; ++to) send_signal<TestWords>(peers_, round, key, to, before);
+    ++host_.rounds_sent;
+  }
 
   Host& host_;
   const Peers peers_;
@@ -167,6 +207,7 @@ class Rank {
 };
 
 const StepKey kKey{.layer = 4, .most_tokens = 8, .topk = 2, .row_bytes = 128};
+const StepKey kSum{.layer = 4, .most_tokens = 8, .topk = 0, .row_bytes = 128};
 
 TEST(PeerProtocolTest, NobodyReadsTooEarlyOrWritesTooEarlyAgain) {
   // 2 * 2 * (2 + 3 + 5 + 8) * 1400: 10^5 delays.
@@ -221,8 +262,104 @@ TEST(PeerProtocolTest, NumbersStartAgain) {
   }
   host.run([&](int rank) {
     Rank self(host, rank);
-    for (std::uint64_t number = 1; number <= 6; ++number) ASSERT_TRUE(self.step(kKey, number));
+    for (std::uint64_t number = 1; number <= 6; ++number) {
+      ASSERT_TRUE(self.step(kKey, number));
+      ASSERT_TRUE(self.sum(kSum, number, number == 6));
+    }
   });
+}
+
+TEST(PeerProtocolTest, NobodyReadsAPartTooEarlyOrWritesItTooEarlyAgain) {
+  for (const int size : {2, 3, 5, 8}) {
+    Host host(size);
+    host.run([&](int rank) {
+      Rank self(host, rank);
+      std::minstd_rand shots(99);  // the same on all ranks
+      for (std::uint64_t number = 1; number <= 1400; ++number) {
+        ASSERT_TRUE(self.sum(kSum, number, shots() % 3 == 0)) << self.text();
+      }
+    });
+  }
+}
+
+TEST(PeerProtocolTest, SumsAndStepsComeInAnyOrder) {
+  Host host(4);
+  host.run([&](int rank) {
+    Rank self(host, rank);
+    std::minstd_rand kinds(7);  // the same on all ranks
+    for (std::uint64_t number = 1; number <= 500; ++number) {
+      const auto kind = kinds() % 3;
+      ASSERT_TRUE(kind == 0 ? self.step(kKey, number) : self.sum(kSum, number, kind == 1))
+          << self.text();
+    }
+  });
+}
+
+// The other has read what this rank left, though it tells of the next sum already.
+TEST(PeerProtocolTest, OnlyInASumARankMayBeOneAhead) {
+  constexpr std::uint32_t kBefore = 0xFFFFFFFE;
+  const StepKey other{5, 8, 0, 128, 0};
+  const auto seen = [&](Round round, std::uint32_t step, const StepKey& key) {
+    return arrival(round, flag_of(step, key), kBefore, kSum);
+  };
+  for (const Round round : {Round::kDispatch, Round::kReturn, Round::kParts, Round::kTotals}) {
+    EXPECT_EQ(seen(round, kBefore, other), Arrival::kNotYet);
+    EXPECT_EQ(seen(round, kBefore + 1, kSum), Arrival::kHere);
+    EXPECT_EQ(seen(round, kBefore + 1, other), Arrival::kDifferent);
+  }
+  EXPECT_EQ(seen(Round::kDispatch, kBefore + 2, other), Arrival::kDifferent);
+  EXPECT_EQ(seen(Round::kParts, kBefore + 2, other), Arrival::kHere);
+  EXPECT_EQ(seen(Round::kParts, kBefore + 3, kSum), Arrival::kDifferent);
+  EXPECT_EQ(seen(Round::kReturn, kBefore - 5, kSum), Arrival::kDifferent);
+  EXPECT_EQ(seen(Round::kTotals, kBefore - 5, kSum), Arrival::kNotYet);
+}
+
+TEST(PeerProtocolTest, WhoDoesNotComeToASumIsNamed) {
+  for (const Round round : {Round::kParts, Round::kTotals}) {
+    Host host(3);
+    host.run([&](int rank) {
+      Rank self(host, rank);
+      for (std::uint64_t number = 1; number <= 20; ++number) ASSERT_TRUE(self.sum(kSum, number));
+      if (rank == 1) {
+        if (round == Round::kTotals) {
+          ASSERT_TRUE(self.sum(kSum, 21));  // in one shot
+        }
+        return self.let_time_pass(3 * 20 + (round == Round::kParts ? 2 : 5), 2);
+      }
+      EXPECT_FALSE(self.sum(kSum, 21, true));
+      EXPECT_EQ(self.record.late, 0b010U);
+      EXPECT_EQ(self.record.step, 21U);
+      EXPECT_EQ(self.record.round, static_cast<std::uint32_t>(round));
+      EXPECT_FALSE(self.sum(kSum, 22)) << "dead for good";
+    });
+  }
+}
+
+TEST(PeerProtocolTest, WhoAddsOtherRowsIsNamedByAll) {
+  Host host(3);
+  host.run([&](int rank) {
+    Rank self(host, rank);
+    ASSERT_TRUE(self.sum(kSum, 1));
+    EXPECT_FALSE(self.sum(rank == 1 ? StepKey{4, 7, 0, 128, 0} : kSum, 2));
+    EXPECT_EQ(self.record.different, rank == 1 ? 0b101U : 0b010U);
+    if (rank == 2) {
+      EXPECT_EQ(self.text(),
+                "rank 1 does not match rank 2 in the sum of layer 4: rank 2 has at most 8 tokens, "
+                "it at most 7 tokens");
+    }
+  });
+}
+
+TEST(PeerProtocolTest, SumsOfManyBytesTakeTwoShots) {
+  static_assert(kSumsBegin >= static_cast<std::int64_t>(sizeof(ArenaHead)));
+  static_assert(parts_begin(0) != parts_begin(1) && parts_begin(0) == parts_begin(0xFFFFFFFE));
+  for (const std::int64_t tokens : {1, 32, 128, 728}) {
+    EXPECT_FALSE(takes_two_shots(2, tokens * 5760)) << "they move as much";
+  }
+  EXPECT_FALSE(takes_two_shots(4, 128 * 5760));
+  EXPECT_TRUE(takes_two_shots(4, 512 * 5760));
+  EXPECT_FALSE(takes_two_shots(8, 32 * 5760));
+  EXPECT_TRUE(takes_two_shots(8, 64 * 5760));
 }
 
 TEST(PeerProtocolTest, WhoDiesOrStopsIsNamedByAllOthers) {

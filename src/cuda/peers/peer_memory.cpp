@@ -16,6 +16,7 @@
 #include "cuda/peers/allocation.h"
 #include "cuda/peers/host_words.h"
 #include "cuda/peers/steps.h"
+#include "cuda/peers/sum_layout.h"
 #include "fusedmoe/error.h"
 #include "fusedmoe/runtime.h"
 
@@ -187,11 +188,7 @@ class CudaPeerMemory final : public PeerMemory {
 
   void publish(const PeerStep& step, const PublishedRows& rows, Stream stream) override {
     is_used_ = true;
-    if (in_step_.exchange(true)) {
-      throw Error::communication(
-          "a step begins before the one before it has finished: with rows in peer memory, steps of "
-          "a communicator cannot overlap. CommunicatorOptions::peer_memory false allows it");
-    }
+    if (in_step_.exchange(true)) throw overlapping();
     const core::CurrentDevice current(place_.device);
     publish_rows(step_, step, rows, stream);
     recorded_ = last_recorded(stream);
@@ -229,6 +226,24 @@ class CudaPeerMemory final : public PeerMemory {
     in_step_ = false;
   }
 
+  void tell_parts(const PeerParts& parts, Stream stream) override {
+    is_used_ = true;
+    if (parts_told_.exchange(true)) throw overlapping();
+    const core::CurrentDevice current(place_.device);
+    sum_parts(step_, piece(parts, 0), SumPhases::kTell, stream);
+  }
+  void add_parts(const PeerParts& parts, bool told, Stream stream) override {
+    is_used_ = true;
+    if (parts_told_.exchange(false) != told) throw overlapping();
+    const core::CurrentDevice current(place_.device);
+    // Without tokens too: the ranks compare how many they have.
+    sum_parts(step_, piece(parts, 0), told ? SumPhases::kAdd : SumPhases::kAll, stream);
+    const std::int64_t at_once = tokens_at_once(parts), num_tokens = parts.partial.size(0);
+    for (std::int64_t first = at_once; first < num_tokens; first += at_once) {
+      sum_parts(step_, piece(parts, first), SumPhases::kAll, stream);
+    }
+  }
+
  private:
   /// In host memory that the device reads and writes.
   struct Pinned {
@@ -241,6 +256,22 @@ class CudaPeerMemory final : public PeerMemory {
 
   static ArenaHead* head_of(const PeerAllocation& arena) {
     return reinterpret_cast<ArenaHead*>(arena.data());
+  }
+  static Error overlapping() {
+    return Error::communication(
+        "a step begins before the one before it has finished: with rows in peer memory, steps of a "
+        "communicator cannot overlap. CommunicatorOptions::peer_memory false allows it");
+  }
+  static std::int64_t tokens_at_once(const PeerParts& parts) {
+    return kMostSumBytes / fusedmoe::bytes(parts.partial.dtype(), parts.partial.size(1));
+  }
+  /// As many tokens from the first on as a sum may have.
+  static PeerParts piece(const PeerParts& parts, std::int64_t first) {
+    const std::int64_t end = std::min(parts.partial.size(0), first + tokens_at_once(parts));
+    PeerParts result = parts;
+    result.partial = parts.partial.slice(0, first, end);
+    result.output = parts.output.slice(0, first, end);
+    return result;
   }
   /// Whether what is recorded next comes right behind the kernel that this rank has recorded last:
   /// only then may it begin early, and a caller may put work of its own between the parts of a
@@ -264,7 +295,7 @@ class CudaPeerMemory final : public PeerMemory {
   cudaGraphNode_t recorded_ = nullptr;  // of publish() or tell_results(), whichever came last
   std::uint32_t counts_ = 0;            // of slots, by pull()
   bool told_ = false;                   // tell_results() has come in this step
-  std::atomic<bool> is_used_{false}, in_step_{false};
+  std::atomic<bool> is_used_{false}, in_step_{false}, parts_told_{false};
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 #include "cuda/peers/protocol.h"
 
 #include "core/format.h"
+#include "cuda/peers/sum_layout.h"
 #include "moe/peer_memory.h"
 
 namespace fusedmoe::cuda {
@@ -45,10 +46,9 @@ std::string differences(const FailureRecord& record) {
 std::string to_string(const FailureRecord& record, int rank, const Patience& patience,
                       std::span<const int> names) {
   rank = name_of(rank, names);
-  const std::string where = core::format(
-      "the {} of layer {}",
-      record.round == static_cast<std::uint32_t>(Round::kDispatch) ? "dispatch" : "return",
-      record.mine.layer);
+  constexpr const char* kNames[kRounds] = {"dispatch", "return", "sum", "totals"};
+  const std::string where =
+      core::format("the {} of layer {}", kNames[record.round], record.mine.layer);
   if (record.different != 0) {
     return core::format("{} does not match rank {} in {}: rank {} has {}",
                         ranks(record.different, names), rank, where, rank, differences(record));
@@ -65,7 +65,10 @@ std::string to_string(const FailureRecord& record, int rank, const Patience& pat
 namespace fusedmoe {
 
 std::size_t PeerMemory::head_bytes() {
-  return sizeof(cuda::ArenaHead);
+  return cuda::kSumsEnd;
+}
+std::int64_t PeerMemory::most_sum_bytes() {
+  return cuda::kMostSumBytes;
 }
 
 }  // namespace fusedmoe

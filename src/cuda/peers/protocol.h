@@ -6,6 +6,12 @@
 // So nobody is through a round before all have come to it: what the others read in a round may be
 // written again behind the next one, and one buffer is enough.
 //
+// A sum over ranks that have the same tokens has rounds of its own. In the first every rank has
+// left its part of each token. A sum of few bytes every rank then adds up whole, without a second
+// round: that a rank has read all parts is known when it comes to the next sum. So parts lie in two
+// buffers by turns, and a rank may be one sum ahead of those that still wait. Otherwise each rank
+// adds up a share of the tokens, and in the second round the others read these totals.
+//
 // Nobody waits for ever. Who gives up a wait, because a rank is late, is in another step, or the
 // host says so, writes down why and sends no signal any more: `dead`.
 #pragma once
@@ -27,16 +33,16 @@ namespace fusedmoe::cuda {
 
 inline constexpr int kMostPeers = 16;
 
-enum class Round : std::uint32_t { kDispatch, kReturn };
-inline constexpr int kRounds = 2;
+enum class Round : std::uint32_t { kDispatch, kReturn, kParts, kTotals };
+inline constexpr int kRounds = 4;
 
 /// What ranks must agree about in a step.
 struct StepKey {
   std::uint32_t layer = 0;
   std::uint32_t most_tokens = 0;  ///< of any rank
-  std::uint32_t topk = 0;
-  std::uint32_t row_bytes = 0;  ///< of a row as it travels
-  std::uint32_t placement = 0;  ///< version: every commit of moved experts raises it
+  std::uint32_t topk = 0;         ///< 0: a sum
+  std::uint32_t row_bytes = 0;    ///< of a row as it travels
+  std::uint32_t placement = 0;    ///< version: every commit of moved experts raises it
 
   constexpr bool operator==(const StepKey&) const = default;
 };
@@ -65,7 +71,7 @@ struct ArenaHead {
   /// The step that is in round r, or comes to it next, has the number before[r] + 1; behind
   /// 2^32 - 1 numbers start again at 0. Written only while the rank is in the other round: who
   /// signals or waits finds it unchanged, also a kernel that begins while the one before still
-  /// runs.
+  /// runs. Sums have numbers of their own, those of kParts: see end_sum().
   std::uint32_t before[kRounds] = {};
   std::uint32_t dead = 0;
   std::uint32_t late = 0, different = 0;  ///< ranks, as bits: those that a wait was given up for
@@ -130,6 +136,13 @@ FUSEDMOE_HD void end_step(const Peers& peers) {
   Words::store(&before[static_cast<int>(Round::kDispatch)],
                Words::load(&before[static_cast<int>(Round::kReturn)]) + 1);
 }
+/// The number for the rank's next sum. By one thread, when all that take part in this one have read
+/// its number, `before`.
+FUSEDMOE_HD_EITHER
+template <typename Words>
+FUSEDMOE_HD void end_sum(const Peers& peers, std::uint32_t before) {
+  Words::store(&peers.own().before[static_cast<int>(Round::kParts)], before + 1);
+}
 
 /// Tells a rank that this one, which is not dead, has come to the round. By any thread, behind all
 /// that the rank may read then. `before`: as in ArenaHead.
@@ -181,26 +194,40 @@ FUSEDMOE_HD StepKey key_of(const SignalLine& line, std::uint64_t flag) {
   return key;
 }
 
+/// What a flag says of its rank.
+enum class Arrival { kNotYet, kHere, kDifferent };
+FUSEDMOE_HD constexpr Arrival arrival(Round round, std::uint64_t flag, std::uint32_t before,
+                                      const StepKey& key) {
+  if (flag == flag_of(before + 1, key)) return Arrival::kHere;
+  const std::uint32_t ahead = static_cast<std::uint32_t>(flag >> 32) - before;
+  if (ahead == 1) return Arrival::kDifferent;
+  // Through with this sum, it has found that the keys are the same.
+  if (round == Round::kParts && ahead == 2) return Arrival::kHere;
+  // Many sums may have had no totals.
+  return ahead == 0 || round == Round::kTotals ? Arrival::kNotYet : Arrival::kDifferent;
+}
+
 /// Waits until a rank has come to the round. False: the step has failed; then some thread must
-/// call give_up() behind all waits of its block. `asks_host`: looks at the host's word, which is
-/// far. Those of one block do, as a thousand looks at the same time take a millisecond; the others
-/// see that these have given up.
+/// call give_up() behind all waits of its block. `before`: as in ArenaHead. `asks_host`: looks at
+/// the host's word, which is far. Those of one block do, as a thousand looks at the same time take
+/// a millisecond; the others see that these have given up.
 FUSEDMOE_HD_EITHER
 template <typename Words>
 FUSEDMOE_HD bool await_signal(const Peers& peers, Round round, const StepKey& key, int from,
-                              const Patience& patience, bool asks_host = true) {
+                              std::uint32_t before, const Patience& patience,
+                              bool asks_host = true) {
   constexpr int kLooks = 64;  // between those at the clock and at the words that end a wait
   ArenaHead& own = peers.own();
   const std::uint64_t* flag = &own.lines[static_cast<int>(round)][from].flag;
   const std::uint32_t dead = Words::load(&own.dead);
-  const std::uint32_t before = Words::load(&own.before[static_cast<int>(round)]);
   std::uint64_t seen = Words::load_acquire(flag);
   if (dead != 0) return false;
   const std::uint32_t bit = 1U << from;
-  const std::uint64_t expected = flag_of(before + 1, key), begin = Words::nanoseconds();
+  const std::uint64_t begin = Words::nanoseconds();
   for (int looks = 1;; ++looks) {
-    if (seen == expected) return true;
-    if (static_cast<std::uint32_t>(seen >> 32) != before) {
+    const Arrival now = arrival(round, seen, before, key);
+    if (now == Arrival::kHere) return true;
+    if (now == Arrival::kDifferent) {
       Words::set_bits(&own.different, bit);
       return false;
     }
@@ -223,11 +250,11 @@ FUSEDMOE_HD bool await_signal(const Peers& peers, Round round, const StepKey& ke
 /// Ends this rank's part for good. The first of several callers writes down why.
 FUSEDMOE_HD_EITHER
 template <typename Words>
-FUSEDMOE_HD void give_up(const Peers& peers, Round round, const StepKey& key,
+FUSEDMOE_HD void give_up(const Peers& peers, Round round, const StepKey& key, std::uint32_t before,
                          FailureRecord& record) {
   ArenaHead& own = peers.own();
   if (Words::set_bits(&own.dead, 1) != 0) return;
-  Words::store(&record.step, Words::load(&own.before[static_cast<int>(round)]) + 1);
+  Words::store(&record.step, before + 1);
   Words::store(&record.round, static_cast<std::uint32_t>(round));
   Words::store(&record.late, Words::load(&own.late));
   const std::uint32_t different = Words::load(&own.different);

@@ -67,21 +67,25 @@ __device__ inline std::uint32_t number_before(const StepParams& p, Round round) 
 }
 
 /// By all threads of a block: waits until all ranks have come to the round. False, for all of them:
-/// the step has failed.
-__device__ inline bool await_all(const StepParams& p, Round round) {
+/// the step has failed. `before`: as in ArenaHead.
+__device__ inline bool await_all(const StepParams& p, Round round, std::uint32_t before) {
   const Peers& peers = p.place.peers;
   const int from = static_cast<int>(threadIdx.x);
   const bool here =
-      from >= peers.size ||
-      await_signal<DeviceWords>(peers, round, p.key(), from, p.place.patience, blockIdx.x == 0);
+      from >= peers.size || await_signal<DeviceWords>(peers, round, p.key(), from, before,
+                                                      p.place.patience, blockIdx.x == 0);
   if (__syncthreads_and(here)) return true;
-  if (threadIdx.x == 0) give_up<DeviceWords>(peers, round, p.key(), *p.place.record);
+  if (threadIdx.x == 0) give_up<DeviceWords>(peers, round, p.key(), before, *p.place.record);
   return false;
+}
+__device__ inline bool await_all(const StepParams& p, Round round) {
+  return await_all(p, round, number_before(p, round));
 }
 
 /// By all threads of a block, behind what other ranks may read: the last block of the grid tells
 /// them all. What each block has written is with the other ranks before its ticket is drawn.
-__device__ inline void signal_when_all_done(const StepParams& p, Round round,
+/// Returns whether this is that block.
+__device__ inline bool signal_when_all_done(const StepParams& p, Round round,
                                             std::uint32_t before) {
   const Peers& peers = p.place.peers;
   __shared__ bool is_last;
@@ -89,13 +93,14 @@ __device__ inline void signal_when_all_done(const StepParams& p, Round round,
   if (threadIdx.x == 0) {
     __threadfence_system();
     is_last = gridDim.x == 1 || atomicAdd(&peers.own().ticket, 1) == gridDim.x - 1;
+    if (is_last) peers.own().ticket = 0;
     __threadfence();
   }
   __syncthreads();
-  if (!is_last) return;
-  if (threadIdx.x == 0) peers.own().ticket = 0;
+  if (!is_last) return false;
   const int to = static_cast<int>(threadIdx.x);
   if (to < peers.size) send_signal<DeviceWords>(peers, round, p.key(), to, before);
+  return true;
 }
 
 /// What another GPU may have written.
@@ -113,11 +118,13 @@ __device__ Unit load_far(const Unit* from) {
 }
 
 /// For work of so many pieces, a team for each where there is room. One block at least: somebody
-/// has to wait and to tell. `overlap_previous`: see launch().
+/// has to wait and to tell. `overlap_previous`: see launch(). `together`: few pieces are for one
+/// block, which need not find out when others are done.
 template <typename TeamType, typename Kernel, typename Params>
 void launch_teams(Kernel kernel, std::int64_t pieces, Stream stream, bool overlap_previous,
-                  const Params& params) {
-  const std::int64_t most = multiprocessor_count(stream.device);
+                  const Params& params, bool together = false) {
+  const std::int64_t most =
+      together && pieces <= TeamType::kMost ? 1 : std::int64_t{multiprocessor_count(stream.device)};
   const std::int64_t teams =
       std::clamp<std::int64_t>(core::ceil_div(pieces, most), 1, TeamType::kMost);
   const std::int64_t blocks = std::clamp<std::int64_t>(core::ceil_div(pieces, teams), 1, most);

@@ -300,6 +300,7 @@ void load_step_kernels() {
   load_kernel(read_arena_kernel);
   load_kernel(read_words_kernel);
   load_sum_kernels();
+  load_parts_kernels();
 }
 
 }  // namespace fusedmoe::cuda

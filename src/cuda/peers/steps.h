@@ -32,6 +32,11 @@ enum class SumFollows { kOther, kTelling, kExperts };
 void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& sum,
                  SumFollows follows, Stream stream);
 
+/// What a launch of sum_parts() does.
+enum class SumPhases { kTell, kAdd, kAll };
+/// Behind a kernel of ours. Of kMostSumBytes at most.
+void sum_parts(const PeerPlace& place, const PeerParts& parts, SumPhases phases, Stream stream);
+
 /// marks[r] = the mark in the arena of rank r.
 void read_marks(const Peers& peers, std::uint64_t* marks, Stream stream);
 /// For timing: reads so many bytes of an arena, from its beginning again where it is shorter; both
@@ -44,7 +49,8 @@ void read_words(const ArenaHead& arena, int times, std::uint32_t* seldom, Stream
 
 /// Loads all of them on the current device: to load one later may wait for those that run.
 void load_step_kernels();
-/// Loads the kernels of sum_results(); load_step_kernels() calls it.
+/// Loads the kernels of sum_results(), and of sum_parts(); load_step_kernels() calls them.
 void load_sum_kernels();
+void load_parts_kernels();
 
 }  // namespace fusedmoe::cuda

@@ -1,15 +1,9 @@
-#include <type_traits>
-#include <utility>
-
 #include "core/check.h"
 #include "cuda/device/overlap.cuh"
-#include "cuda/peers/step_kernels.cuh"
-#include "cuda/rows/element.cuh"
+#include "cuda/peers/add_parts.cuh"
 
 namespace fusedmoe::cuda {
 namespace {
-
-using SumTeam = Team<128>;
 
 template <typename Output>
 struct SumParams {
@@ -40,49 +34,22 @@ struct SumParams {
   }
 };
 
-/// A team adds a chunk of a token's columns. The rows of kBatch parts are on their way at once.
+/// A team adds a chunk of a token's columns.
 template <typename Row, typename Output, int kWidth>
 __device__ void add_chunk(const SumParams<Output>& p, int token, int column, std::uint32_t ranks) {
-  constexpr int kBatch = 4;
   const StepParams& s = p.step;
   const Peers& peers = s.place.peers;
   const std::int64_t first_slot = std::int64_t{token} * s.topk;
   float sums[kWidth] = {};
-  for (int first = 0; first < p.parts; first += kBatch) {
-    const Row* at[kBatch];
-    float weight[kBatch];
-    Pack<Row, kWidth> rows[kBatch];
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int part = first + b;
-      const bool is_part = part < p.parts;
-      const int rank = !is_part     ? -1
-                       : p.per_slot ? p.rank_of(first_slot + part)
-                                    : ((ranks >> part & 1) != 0 ? part : -1);
-      std::int64_t row = std::int64_t{peers.rank} * s.most_tokens + token;
-      if (p.per_slot) row = row * s.topk + part;
-      at[b] = rank < 0 ? nullptr
-                       : in_arena<const Row>(peers, rank, p.results) + row * p.hidden + column;
-      weight[b] = rank >= 0 && p.weights ? p.weights[first_slot + part] : 1.0f;
-    }
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      using Unit = std::conditional_t<
-          sizeof(rows[b]) == 16, uint4,
-          std::conditional_t<sizeof(rows[b]) == 4, std::uint32_t, std::uint16_t>>;
-      if (!at[b]) continue;
-      const Unit unit = load_far(reinterpret_cast<const Unit*>(at[b]));
-      memcpy(&rows[b], &unit, sizeof unit);
-    }
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (!at[b]) continue;
-#pragma unroll
-      for (int i = 0; i < kWidth; ++i) {
-        sums[i] = fmaf(weight[b], to_f32(rows[b].values[i]), sums[i]);
-      }
-    }
-  }
+  add_parts<Row>(sums, p.parts, [&](int part) -> SumPart<Row> {
+    const int rank =
+        p.per_slot ? p.rank_of(first_slot + part) : ((ranks >> part & 1) != 0 ? part : -1);
+    if (rank < 0) return {};
+    std::int64_t row = std::int64_t{peers.rank} * s.most_tokens + token;
+    if (p.per_slot) row = row * s.topk + part;
+    return {in_arena<const Row>(peers, rank, p.results) + row * p.hidden + column,
+            p.weights ? p.weights[first_slot + part] : 1.0f};
+  });
   store_sums(sums, p.output + token * p.output_stride + column, p.accumulate);
 }
 /// May begin while the results are told: by then the experts, and all before them, have ended.
@@ -139,8 +106,7 @@ void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& su
         hidden,
         [&](auto width) {
           constexpr int kWidth = decltype(width)::value;
-          p.chunks = static_cast<std::int32_t>(
-              core::ceil_div(hidden, std::int64_t{kWidth} * SumTeam::kThreads));
+          p.chunks = chunks_of<kWidth>(hidden);
           launch_teams<SumTeam>(sum_results_kernel<Row, Output, kWidth>, num_tokens * p.chunks,
                                 stream, follows != SumFollows::kOther, p);
         },
@@ -150,17 +116,11 @@ void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& su
 }
 
 void load_sum_kernels() {
-  using enum DType;
-  constexpr std::pair<DType, DType> kPairs[] = {{kF32, kF32},   {kF32, kBF16}, {kF32, kF16},
-                                                {kBF16, kBF16}, {kBF16, kF32}, {kF16, kF16},
-                                                {kF16, kF32}};
-  for (const auto& [row, output] : kPairs) {
-    dispatch_row_and_output(row, output, [](auto from, auto to) {
-      using Row = decltype(from);
-      load_kernel(sum_results_kernel<Row, decltype(to), 1>);
-      load_kernel(sum_results_kernel<Row, decltype(to), 16 / static_cast<int>(sizeof(Row))>);
-    });
-  }
+  each_row_and_output([](auto from, auto to) {
+    using Row = decltype(from);
+    load_kernel(sum_results_kernel<Row, decltype(to), 1>);
+    load_kernel(sum_results_kernel<Row, decltype(to), 16 / static_cast<int>(sizeof(Row))>);
+  });
 }
 
 }  // namespace fusedmoe::cuda

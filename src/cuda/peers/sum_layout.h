@@ -1,0 +1,33 @@
+// Where the sums of ranks that have the same tokens lie in every arena, and how many shots they
+// take.
+#pragma once
+
+#include <cstdint>
+
+#include "core/ceil_div.h"
+#include "cuda/peers/protocol.h"
+
+namespace fusedmoe::cuda {
+
+/// Of a rank's parts in one sum. More rows take several.
+inline constexpr std::int64_t kMostSumBytes = std::int64_t{4} << 20;
+
+inline constexpr std::int64_t kSumsBegin =
+    core::round_up(static_cast<std::int64_t>(sizeof(ArenaHead)), std::int64_t{256});
+/// A rank's parts, in one of two buffers by turns. `before`: as in ArenaHead.
+FUSEDMOE_HD constexpr std::int64_t parts_begin(std::uint32_t before) {
+  return kSumsBegin + (before % 2) * kMostSumBytes;
+}
+/// What a rank has added up for the others.
+inline constexpr std::int64_t kTotalsBegin = kSumsBegin + 2 * kMostSumBytes;
+inline constexpr std::int64_t kSumsEnd = kTotalsBegin + kMostSumBytes;
+
+/// In one shot every rank reads the parts of all others, (ranks - 1) x bytes. In two it reads those
+/// of its share of the tokens and then the others' totals, 2 x (ranks - 1) / ranks x bytes, but
+/// waits twice.
+constexpr bool takes_two_shots(int ranks, std::int64_t bytes) {
+  constexpr std::int64_t kWait = std::int64_t{3} << 19;  // what NVLink brings meanwhile: 5 us
+  return bytes * (ranks - 1) * (ranks - 2) > kWait * ranks;
+}
+
+}  // namespace fusedmoe::cuda
