@@ -52,6 +52,10 @@ class TileQueue {
   }
   /// Whether its token rows can be read.
   __device__ __forceinline__ bool can_start() const { return shared_.rows_are_stored[~step_ % 2]; }
+  /// The one taken last.
+  __device__ __forceinline__ const WorkTile& taken() const {
+    return shared_.tiles[(next_ - 1) % K::kTileSlots];
+  }
   /// Goes on to the one behind it.
   __device__ __forceinline__ void take() {
     ++next_;
@@ -98,18 +102,14 @@ __device__ __forceinline__ void store_tile(SharedMemory<K>& shared, const FusedM
   });
 }
 
-/// Until the copies for this step are there: all but those of the last `stages` - 2 steps.
+/// Until the copies for this step are there: all but those of the last `stages` - 2 steps. A ring
+/// has up to kStages.
+template <int kStages>
 __device__ __forceinline__ void wait_for_stage(int stages) {
-  switch (stages) {
-    case 2:
-      return wait_for_copies<0>();
-    case 3:
-      return wait_for_copies<1>();
-    case 4:
-      return wait_for_copies<2>();
-    default:
-      return wait_for_copies<3>();
+  if constexpr (kStages > 2) {
+    if (stages < kStages) return wait_for_stage<kStages - 1>(stages);
   }
+  wait_for_copies<kStages - 2>();
 }
 
 /// K is a Kernel<Operands, index of the tile shape>.
@@ -132,69 +132,85 @@ __global__ void __launch_bounds__(K::kThreads, K::kBlocks)
   unsigned copied = 0;      // of the stages on their way, bit 0: the one for this step has copies
   unsigned multiplied = 0;  // tiles so far
   int stages_left = 0;      // of the tile that is multiplied
+  int num_tokens = 0;       // of it
   int step = 0;             // place of this step's copies in the ring
+  int alike = 0;            // steps in which no tile begins, ends or is asked for
   bool is_last = false, was_prefetched = false;
   bool was_stored = false;  // a tile, in the step before
   queue.ask();
   while (true) {
-    wait_for_stage(params.stages);
+    wait_for_stage<K::kTile.stages>(params.stages);
     __syncthreads();
-    if (was_stored && threadIdx.x == 0) {
-      const WorkTile& tile = shared.tiles[(multiplied - 1) % K::kTileSlots];
-      const int count = count_of<K>(params, tile);
-      if (count > 0) count_stored(params, tile.token_tile, count);
-    }
-    was_stored = false;
-    if (is_last && copied == 0) return;
-    queue.advance();
+    const bool is_alike = alike > 0;
+    if (!is_alike) {
+      if (was_stored && threadIdx.x == 0) {
+        const WorkTile& tile = shared.tiles[(multiplied - 1) % K::kTileSlots];
+        const int count = count_of<K>(params, tile);
+        if (count > 0) count_stored(params, tile.token_tile, count);
+      }
+      was_stored = false;
+      if (is_last && copied == 0) return;
+      queue.advance();
 
-    if (copies.stages_left() == 0 && !is_last) {
-      if (const WorkTile* next = queue.next()) {
-        if (next->gemm < 0) {
-          is_last = true;
-        } else if (queue.can_start()) {
-          copies.start(params, *next);
-          queue.take();
-          was_prefetched = false;
-        } else if (!was_prefetched) {
-          TileCopies<K>::prefetch(params, *next);
-          was_prefetched = true;
+      if (copies.stages_left() == 0 && !is_last) {
+        if (const WorkTile* next = queue.next()) {
+          if (next->gemm < 0) {
+            is_last = true;
+          } else if (queue.can_start()) {
+            copies.start(params, *next);
+            queue.take();
+            was_prefetched = false;
+          } else if (!was_prefetched) {
+            TileCopies<K>::prefetch(params, *next);
+            was_prefetched = true;
+          }
         }
       }
     }
-    const bool copies_now = copies.stages_left() > 0;
+    const bool copies_now = is_alike || copies.stages_left() > 0;
     if (copies_now) {
-      copies.copy(params, cute::cast_smem_ptr_to_uint(ring + step * K::kStageBytes));
-      if (copies.stages_left() <= 2) queue.ask();
+      copies.copy(params, queue.taken(), cute::cast_smem_ptr_to_uint(ring + step * K::kStageBytes));
     }
     commit_copies();
 
     step = step + 1 < params.stages ? step + 1 : 0;  // now that of the stage that has come
-    if (copied & 1) {
-      const WorkTile& tile = shared.tiles[multiplied % K::kTileSlots];
-      if (stages_left == 0) {
-        stages_left = num_stages<K>(tile);
-        prefetch_scale_and_bias<K>(params.gemms[tile.gemm], tile, coords);
+    if (is_alike || (copied & 1)) {
+      int blocks = K::kDepth;
+      if (!is_alike) {
+        const WorkTile& tile = shared.tiles[multiplied % K::kTileSlots];
+        if (stages_left == 0) {
+          stages_left = num_stages<K>(tile);
+          num_tokens = tile.num_tokens;
+          prefetch_scale_and_bias<K>(params.gemms[tile.gemm], tile, coords);
 #pragma unroll
-        for (auto& of_block : accumulators) {
+          for (auto& of_block : accumulators) {
 #pragma unroll
-          for (auto& sum : of_block) sum = 0;
+            for (auto& sum : of_block) sum = 0;
+          }
         }
+        const int done = (num_stages<K>(tile) - stages_left) * K::kStageBlocks;
+        blocks = tile.k_end - tile.k_begin - done - coords.k_group() * K::kDepth;
       }
+      multiply_stage<K>(shared.tables, ring + step * K::kStageBytes, blocks, num_tokens, coords,
+                        accumulators);
       --stages_left;
-      const int done = (num_stages<K>(tile) - 1 - stages_left) * K::kStageBlocks;
-      const int blocks = tile.k_end - tile.k_begin - done - coords.k_group() * K::kDepth;
-      multiply_stage<K>(shared.tables, ring + step * K::kStageBytes, blocks, tile.num_tokens,
-                        coords, accumulators);
-      if (stages_left == 0) {
-        store_tile(shared, params, tile, coords, accumulators);
+      if (!is_alike && stages_left == 0) {
+        store_tile(shared, params, shared.tiles[multiplied % K::kTileSlots], coords, accumulators);
         ++multiplied;
         was_stored = true;
       }
     } else if (is_last || copied == 0) {
       __nanosleep(20);  // for the rows of others
     }
+    if (is_alike) {
+      --alike;
+      continue;
+    }
     copied = copied >> 1 | (copies_now ? 1U << (params.stages - 2) : 0U);
+    // The next tile is asked for, and known, while the last two stages are copied.
+    if (copies_now && copies.stages_left() <= 2) queue.ask();
+    const bool all_copied = copied == (2U << (params.stages - 2)) - 1;
+    if (all_copied && !was_stored) alike = min(copies.stages_left() - 3, stages_left - 1);
   }
 }
 

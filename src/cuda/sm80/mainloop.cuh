@@ -129,22 +129,27 @@ __device__ __forceinline__ void multiply_block(const BlockOperands<K>& block,
     slices[b] = Slice::at(block.weights + b * K::kRowBlockPitch, coords.thread(), *block.tables);
   }
   // One copy of the code for both halves where accumulators take half of the registers.
-  constexpr bool kIsFull = K::kAllAccumulators >= 128 && K::Operands::kDecodes;
-  constexpr int kUnrolled = kIsFull || (K::kHasKScales && K::kAllAccumulators >= 64) ? 1 : 2;
-#pragma unroll kUnrolled
+  constexpr bool kIsFull = K::kAllAccumulators >= (K::kHasKScales ? 64 : 128);
+#pragma unroll kIsFull ? 1 : 2
   for (int half = 0; half < 2; ++half) {
+    const std::uint32_t tokens = block.tokens ^ half * (kSwizzleBytes / 2);
     std::uint32_t a[K::kRowBlocks][K::kHalfSteps][4];
 #pragma unroll
     for (int b = 0; b < K::kRowBlocks; ++b) slices[b].read(half, a[b]);
 #pragma unroll
     for (int n = 0; n < kTokens / 8; ++n) {
+      // No read of rows passes it: few are on their way at once, and the registers suffice.
+      if (!K::kIsFp8 && n > 0 && n % 4 == 0) __syncwarp();
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
-        const int at = half * kPairs + pair;  // of the row's halves of 128 bytes
         std::uint32_t k[4];
-        load_matrices((block.tokens + at / 2 * K::kPartBytes + n * 8 * kSwizzleBytes) ^
-                          at % 2 * (kSwizzleBytes / 2),
-                      k);
+        if constexpr (kPairs == 1) {
+          load_matrices(tokens + n * 8 * kSwizzleBytes, k);
+        } else {  // a half of the K block is a part of the rows
+          load_matrices((block.tokens + half * K::kPartBytes + n * 8 * kSwizzleBytes) ^
+                            pair * (kSwizzleBytes / 2),
+                        k);
+        }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
 #pragma unroll

@@ -70,7 +70,7 @@ constexpr int most_blocks(const TileShape& tile, const WeightFormat& format) {
   const int accumulators = tile.row_blocks * tile.max_tokens / 2;
   const int threads = format.fp8_rows || accumulators >= 128 ? 256
                       : accumulators < 64                    ? 512
-                      : format.decodes || format.int8_rows   ? 256
+                      : format.int8_rows                     ? 256
                                                              : 384;
   const int of_block = 128 * tile.warpgroups();
   return threads > of_block ? threads / of_block : 1;
