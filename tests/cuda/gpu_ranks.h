@@ -54,7 +54,7 @@ class Ranks {
  public:
   explicit Ranks(const Setting& setting, std::chrono::milliseconds timeout = kPatient)
       : setting_(setting), timeout_(timeout), control_(make_thread_control_plane()) {
-    const CommunicatorOptions options{timeout, Device{DeviceKind::kCuda, 0}};
+    const CommunicatorOptions options{timeout, Device{DeviceKind::kCuda, 0}, true, false};
     if (!setting.nccl) shared_ = make_thread_communicators(setting.size, options);
   }
   std::shared_ptr<Communicator> join(int rank) {

@@ -134,7 +134,7 @@ TEST_F(PeerSumsTest, OfManyTokensTakeSeveral) {
   const int size = std::min(cuda_device_count(), 8);
   if (size < 2) GTEST_SKIP() << "needs two GPUs";
   SumRanks ranks(size);
-  for (const std::int64_t tokens : {181, 728, 729, 3000}) {
+  for (const std::int64_t tokens : {181, 1092, 1093, 4000}) {
     SCOPED_TRACE(tokens);
     for (const bool in_parts : {true, false}) {
       ranks.expect_sum({DType::kBF16, DType::kBF16, tokens, 2880}, in_parts);
@@ -305,7 +305,7 @@ void expect_error(const std::string& text, std::chrono::milliseconds timeout,
     synchronize(streams[r]);
     const Communicator& communicator = *ranks.communicators[r];
     const auto deadline = std::chrono::steady_clock::now() + kPatient;
-    while (communicator.status().empty() && std::chrono::steady_clock::now() < deadline) {
+    while (!communicator.peers()->has_ended() && std::chrono::steady_clock::now() < deadline) {
       std::this_thread::yield();
     }
     EXPECT_NE(communicator.status().find(text), std::string::npos) << communicator.status();
@@ -315,7 +315,7 @@ void expect_error(const std::string& text, std::chrono::milliseconds timeout,
 }
 
 TEST_F(PeerSumsTest, ARankThatDoesNotComeIsNamed) {
-  expect_error("rank 0 waited 400 ms for rank 1 in the sum of layer 0",
+  expect_error("rank 0 waited 400 ms for rank 1 in the sum of layer",
                std::chrono::milliseconds(400), {5, -1});
 }
 

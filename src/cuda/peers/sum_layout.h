@@ -9,8 +9,8 @@
 
 namespace fusedmoe::cuda {
 
-/// Of a rank's parts in one sum. More rows take several.
-inline constexpr std::int64_t kMostSumBytes = std::int64_t{4} << 20;
+/// Of a rank's parts in one sum. More rows take several, each with waits of its own.
+inline constexpr std::int64_t kMostSumBytes = std::int64_t{6} << 20;
 
 inline constexpr std::int64_t kSumsBegin =
     core::round_up(static_cast<std::int64_t>(sizeof(ArenaHead)), std::int64_t{256});
