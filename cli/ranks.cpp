@@ -95,6 +95,21 @@ std::optional<DType> RankOptionsOf::dispatched() const {
   return parse_dispatch_dtype(dispatch_dtype);
 }
 
+Option RankOptionsOf::add_no_peer_memory(Command& command) {
+  return command.add_flag("--no-peer-memory", no_peer_memory,
+                          "On GPUs of one host: let rows go over NCCL, not through the memory of "
+                          "the GPUs");
+}
+
+std::optional<bool> RankOptionsOf::peer_memory() const {
+  if (!no_peer_memory) return std::nullopt;
+  if (num_ranks() == 1) {
+    throw Error::invalid("--no-peer-memory",
+                         "--no-peer-memory needs several ranks: --ep, --tp or --dp");
+  }
+  return false;
+}
+
 void add_dispatch_dtype(Command& command, std::string& value) {
   command.add_option("--dispatch-dtype", value, "DTYPE",
                      "Dtype of rows that are sent to other ranks: that of the hidden states, or of "

@@ -12,18 +12,24 @@
 namespace fusedmoe::cli {
 
 class Command;
+class Option;
 
 /// --ep, --tp and --dp of a subcommand.
 struct RankOptionsOf {
   int ep = 0, tp = 1, dp = 0;
   std::string dispatch_dtype;
+  bool no_peer_memory = false;
   void add_to(Command& command);
+  /// --no-peer-memory, of subcommands that run.
+  Option add_no_peer_memory(Command& command);
   /// Ranks that the layer is on; 1: none of the options was given.
   int num_ranks() const;
   /// --ep N alone: N ranks with tokens of their own. Throws Error where the numbers contradict.
   Deployment deployment(int rank) const;
   /// What --dispatch-dtype says; Error for what is no dtype.
   std::optional<DType> dispatched() const;
+  /// For CommunicatorOptions. Throws Error where --no-peer-memory comes without ranks.
+  std::optional<bool> peer_memory() const;
 };
 
 /// Where this process stands, if mpirun, torchrun or srun has started several.
@@ -42,17 +48,18 @@ inline constexpr std::chrono::seconds kRankTimeout{60};
 void run_rank(const std::shared_ptr<Communicator>& communicator, const RankFunction& function);
 
 /// Calls function with each rank's communicator, on a thread of its own. "cpu": in memory; "cuda":
-/// over NCCL, rank i on cuda:i; "cuda:i": all on one GPU, in its memory. Throws the first rank's
-/// Error when one has failed; the others then end too. `peer_memory`: see CommunicatorOptions.
+/// rank i on cuda:i, with NCCL for messages; "cuda:i": all on one GPU, in its memory. Throws the
+/// first rank's Error when one has failed; the others then end too. `peer_memory`: see
+/// CommunicatorOptions.
 void run_local_ranks(int num_ranks, const std::string& device, const RankFunction& function,
                      std::chrono::seconds timeout = kRankTimeout,
-                     std::optional<bool> peer_memory = false);
+                     std::optional<bool> peer_memory = {});
 
 /// The same, but where a launcher has started the ranks as processes, this one's alone: over MPI
 /// or TCP, with "cuda" over NCCL on the GPU of its number on the host.
 void run_on_ranks(int num_ranks, const std::string& device, const RankFunction& function,
                   std::chrono::seconds timeout = kRankTimeout,
-                  std::optional<bool> peer_memory = false);
+                  std::optional<bool> peer_memory = {});
 
 /// CPU threads for each rank of this host.
 int threads_of_rank(const Communicator& communicator);

@@ -21,7 +21,7 @@ typedef struct fusedmoe_communicator_options {
   /* Processes of one host share memory on the CPU. Where one rank sets this, all send messages. */
   int32_t no_shared_memory;
   /* Rows between GPUs of one host go through their memory: 1 where each rank has a GPU to itself,
-   * 2 also where ranks share one. Where one rank has -1, all send messages. 0: the default, -1. */
+   * 2 also where ranks share one. Where one rank has -1, all send messages. 0: the default, 1. */
   int32_t peer_memory;
 } fusedmoe_communicator_options;
 

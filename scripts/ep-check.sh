@@ -78,10 +78,12 @@ if wants bench; then
     # As many experts and rows a GPU as 8-way parallelism of 256 experts has.
     steps_of=(--shape "7168x2048x$((32 * ranks))x8" --scheme fp8_block --tokens 8 32 128 1024 8192)
     for transport in all2all allgather_reducescatter; do
-      step "$transport on $ranks GPUs" bench add_verdicts "$ranks" "$transport" "${rows[@]}"
+      step "$transport on $ranks GPUs" bench add_verdicts "$ranks" "$transport" "${rows[@]}" \
+        --no-peer-memory
     done
     step "peer memory on $ranks GPUs" bench cat "$ranks" all2all "${rows[@]}" --peer-memory
-    step "steps over NCCL on $ranks GPUs" bench cat "$ranks" all2all "${steps_of[@]}"
+    step "steps over NCCL on $ranks GPUs" \
+      bench cat "$ranks" all2all "${steps_of[@]}" --no-peer-memory
     step "steps through peer memory on $ranks GPUs" \
       bench cat "$ranks" all2all "${steps_of[@]}" --peer-memory
   done

@@ -215,7 +215,7 @@ void run_ranks(const BenchCommand& options) {
     bench.max_seconds = options.max_seconds > 0 ? options.max_seconds : kMaxSecondsOnRanks;
     bench.threads = options.threads;
     bench.rows_only = options.rows_only;
-    bench.peer_memory = options.peer_memory;
+    bench.peer_memory = options.peer_memory ? std::optional(true) : options.ranks.peer_memory();
     bench.json = options.json;
     bench.calibrate = options.calibrate;
     run_rank_bench(bench);
@@ -250,6 +250,7 @@ void run(const BenchCommand& options) {
   }
   if (on_ranks) return run_ranks(options);
   options.ranks.dispatched();  // an Error if it is given
+  options.ranks.peer_memory();
   for (const auto& [given, option] : {std::pair{options.rows_only, "--rows-only"},
                                       std::pair{options.peer_memory, "--peer-memory"},
                                       std::pair{!options.calibrate.empty(), "--calibrate"}}) {
@@ -339,9 +340,11 @@ void add_bench(Program& program) {
   const Option rows_only =
       command.add_flag("--rows-only", options->rows_only,
                        "On ranks: time dispatch and combine without experts, so without weights");
-  command.add_flag("--peer-memory", options->peer_memory,
-                   "On ranks with a GPU each, of one host: let rows go through the memory of the "
-                   "GPUs, not over NCCL");
+  const Option peer_memory =
+      command.add_flag("--peer-memory", options->peer_memory,
+                       "On ranks: fail where rows cannot go through the memory of the GPUs of one "
+                       "host");
+  options->ranks.add_no_peer_memory(command).excludes(peer_memory);
   command
       .add_option("--calibrate", options->calibrate, "PATH",
                   "On ranks: write what the fewest and the most tokens cost, for `simulate`")

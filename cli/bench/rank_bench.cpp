@@ -372,7 +372,7 @@ void map_peers(const RankBenchOptions& options, Communicator& rank,
   most.max_tokens_per_rank = *std::max_element(options.tokens.begin(), options.tokens.end());
   const std::size_t bytes = selection.peer_bytes(most);
   const std::string why = bytes > 0 ? rank.map_peers(bytes) : "the ranks are not on GPUs";
-  if (options.peer_memory && !why.empty()) {
+  if (options.peer_memory == true && !why.empty()) {
     throw Error::invalid("--peer-memory", fmt::format("--peer-memory: {}", why));
   }
 }
@@ -421,7 +421,7 @@ void run_rank_bench(const RankBenchOptions& options) {
           }
         }
       },
-      kRankTimeout, options.peer_memory ? std::nullopt : std::optional(false));
+      kRankTimeout, options.peer_memory == false ? std::optional(false) : std::nullopt);
   if (rows.empty()) return;  // rank 0, another process, has them
   (options.json ? print_rank_json : print_rank_table)(options, backend, link, rows);
   if (options.calibrate.empty()) return;

@@ -117,6 +117,7 @@ void run(const RunOptions& options) {
   parse_device(options.device);
   check_experts_name(options.experts);
   options.ranks.dispatched();  // an Error if it is wrong, or given without ranks
+  options.ranks.peer_memory();
   set_num_threads(options.threads);
   const Checkpoint checkpoint = open_checkpoint(options.checkpoint, options.family);
   check_outputs(options, checkpoint);
@@ -191,6 +192,7 @@ void add_run(Program& program) {
       .one_of({"bf16", "f16", "f32"})
       .show_default();
   options->ranks.add_to(command);
+  options->ranks.add_no_peer_memory(command);
   command.add_option("--threads", options->threads, "N", "CPU threads; default: all")
       .between(1, kMaxThreads);
   command

@@ -250,7 +250,8 @@ RunResults forward_on_ranks(const RunOptions& options, const Checkpoint& checkpo
                             std::int64_t index, const Tensor& x) {
   RunResults results;
   run_on_ranks(
-      options.ranks.num_ranks(), options.device, [&](const std::shared_ptr<Communicator>& rank) {
+      options.ranks.num_ranks(), options.device,
+      [&](const std::shared_ptr<Communicator>& rank) {
         const auto parallel = ParallelConfig::of(options.ranks.deployment(rank->rank()));
         const LayerWeights weights = load_weights(options, checkpoint, index, parallel);
         if (rank->rank() == 0) warn_of_uncalibrated(checkpoint, index);
@@ -264,7 +265,8 @@ RunResults forward_on_ranks(const RunOptions& options, const Checkpoint& checkpo
         });
         RunResults mine = forward_on_rank(options, layer, x, *rank, parallel);
         if (rank->rank() == 0) results = std::move(mine);
-      });
+      },
+      kRankTimeout, options.ranks.peer_memory());
   return results;
 }
 

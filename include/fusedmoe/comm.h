@@ -122,12 +122,11 @@ struct CommunicatorOptions {
   /// Processes of one host may share memory, see Communicator::share_memory(); the same on all.
   bool shared_memory = true;
   /// Whether rows between GPUs of one host go through their memory, see Communicator::map_peers().
-  /// False, the default until tried on four GPUs: as messages. None: through memory where each
-  /// rank has a GPU to itself. True: also where ranks share one. Kernels of a rank then wait for
-  /// those of another on that GPU, so one thread must begin the steps of all ranks before it
-  /// computes any, or each rank needs a process of its own. Steps on several streams must be
-  /// ordered by events of the caller.
-  std::optional<bool> peer_memory = false;
+  /// None, the default: where each rank has a GPU to itself. False on one rank: all send messages.
+  /// True: also where ranks share a GPU. Kernels of a rank then wait for those of another on that
+  /// GPU, so one thread must begin the steps of all ranks before it computes any, or each rank
+  /// needs a process of its own. Steps on several streams must be ordered by events of the caller.
+  std::optional<bool> peer_memory;
 };
 
 class PeerMemory;  // internal: src/moe/peer_memory.h

@@ -46,7 +46,7 @@ class Communicator:
         device: str = "cpu",
         timeout: float = 30.0,
         shared_memory: bool = True,
-        peer_memory: Optional[bool] = False,
+        peer_memory: Optional[bool] = None,
     ) -> "Communicator":
         """A process among others, over TCP, with rows over NCCL on CUDA; every rank calls it.
 
@@ -93,7 +93,7 @@ class Communicator:
         device: str = "cpu",
         timeout: float = 30.0,
         shared_memory: bool = True,
-        peer_memory: Optional[bool] = False,
+        peer_memory: Optional[bool] = None,
     ) -> "Communicator":
         """The same, where the ranks find each other by an engine's own collective.
 
@@ -120,7 +120,7 @@ class Communicator:
         device: str = "cpu",
         timeout: float = 30.0,
         shared_memory: bool = True,
-        peer_memory: Optional[bool] = False,
+        peer_memory: Optional[bool] = None,
     ) -> "Communicator":
         """The ranks of a process group of torch.distributed, default: all."""
         import torch.distributed as dist
@@ -145,7 +145,7 @@ class Communicator:
         device: str = "cpu",
         timeout: float = 30.0,
         shared_memory: bool = True,
-        peer_memory: Optional[bool] = False,
+        peer_memory: Optional[bool] = None,
     ) -> "Communicator":
         """The ranks of a communicator of mpi4py, default: MPI.COMM_WORLD.
 
@@ -174,7 +174,7 @@ class Communicator:
         device: str = "cpu",
         timeout: float = 30.0,
         shared_memory: bool = True,
-        peer_memory: Optional[bool] = False,
+        peer_memory: Optional[bool] = None,
     ) -> "Communicator":
         """As join(), where the ranks find each other by files in a folder that all of them see.
 
@@ -197,7 +197,7 @@ class Communicator:
         *,
         device: str = "cuda:0",
         timeout: float = 30.0,
-        peer_memory: Optional[bool] = False,
+        peer_memory: Optional[bool] = None,
     ) -> "Communicator":
         """As from_gather(), with rows over a communicator of NCCL that the caller has.
 
@@ -228,7 +228,7 @@ class Communicator:
         *,
         device: str = "cuda:0",
         timeout: float = 30.0,
-        peer_memory: Optional[bool] = False,
+        peer_memory: Optional[bool] = None,
     ) -> "Communicator":
         """As from_gather(), with rows over a new communicator of NCCL.
 

@@ -34,7 +34,7 @@ void handle_signals() {
 }
 
 CommunicatorOptions options_of(const std::string& device, double timeout, bool shared_memory = true,
-                               std::optional<bool> peer_memory = false) {
+                               std::optional<bool> peer_memory = {}) {
   constexpr double kYear = 365 * 24 * 3600;
   if (!(timeout > 0 && timeout <= kYear)) {
     throw Error("timeout", std::to_string(timeout), "a positive number of seconds, at most a year");

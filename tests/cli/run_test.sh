@@ -147,6 +147,11 @@ case $situation in
     refuses '^error: --rows-only needs rows that travel' "${small[@]}" \
       --tp 2 --rows-only
     refuses '^error: --rows-only needs several ranks' "${small[@]}" --rows-only
+    refuses '^error: --no-peer-memory needs several ranks' "${small[@]}" --no-peer-memory
+    refuses '^error: --peer-memory: the ranks are not on GPUs' "${small[@]}" --ep 2 --peer-memory
+    wrong '^error: --peer-memory cannot be used with --no-peer-memory$' "${small[@]}" --ep 2 \
+      --peer-memory --no-peer-memory
+    succeeds "${small[@]}" --ep 2 --no-peer-memory
     refuses '^error: --experts all2all does not serve these ranks; .* all2all \(every rank has all tokens' "${small[@]}" \
       --tp 2 --experts all2all
     refuses '^error: --ep: was 3; must be 2' "${small[@]}" --tp 2 --ep 3

@@ -460,6 +460,31 @@ TEST_F(PeerMemoryTest, NcclIsLoadedWhenMessagesAreNeeded) {
   });
 }
 
+/// Without a word, and without NCCL: each rank is a thread with a GPU of its own.
+TEST_F(PeerMemoryTest, IsTheWayOfRanksWithAGpuEach) {
+  const int size = cuda_device_count();
+  if (size < 2) GTEST_SKIP() << "one GPU";
+  const LayerWeights weights = make_layer_weights({small_case("bf16")});
+  const auto control = make_thread_control_plane();
+  run_ranks(size, [&](int rank) {
+    const Device device{DeviceKind::kCuda, rank};
+    const CurrentDevice current(device);
+    LayerOptions options = options_of(device, false);
+    const Tensor x = random_tensor(DType::kBF16, {tokens_of(rank), kHidden}, 1, 70 + rank);
+    const Tensor expected = forward(MoeLayer(weights, options), x, 0);
+    const auto ranks = make_communicator(rank, size, control, {kPatient, device});
+    options.ranks.communicator = ranks;
+    options.ranks.max_tokens_per_rank = kTokens;
+    const MoeLayer layer(weights, options);
+    EXPECT_EQ(rows_travel(layer), "peer memory");
+    for (const bool fixed_sizes : {false, true}) {
+      expect_as_one(forward(layer, x, kTokens, nullptr, fixed_sizes), expected, false, rank);
+    }
+    ranks->check();
+    ranks->barrier();
+  });
+}
+
 /// All ranks then send messages, and say why.
 TEST_F(PeerMemoryTest, OneRankThatCannotLeavesAllWithMessages) {
   const LayerWeights weights = make_layer_weights({small_case("bf16")});

@@ -356,7 +356,7 @@ TEST(CudaRankFailuresTest, DISABLED_OneProcess) {
   const GatherCallback gather = gather_by_files(folder, rank);
   const auto control = make_control_plane(rank, 2, gather, kPatient);
   const auto communicator =
-      make_communicator(rank, 2, control, {kPatient, Device{DeviceKind::kCuda, rank}});
+      make_communicator(rank, 2, control, {kPatient, Device{DeviceKind::kCuda, rank}, true, false});
   const MoeLayer layer(make_layer_weights({small_case("bf16")}), options_of(way, communicator));
   const Rank self{*communicator, layer, layer};
   self.step(layer);

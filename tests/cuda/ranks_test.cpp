@@ -359,7 +359,8 @@ TEST(CudaRanksTest, ACommunicatorWithWorkForAMissingRankGoesAtItsDeadline) {
     run_ranks(setting.size, [&](int rank) {
       const Device device{DeviceKind::kCuda, rank};
       const Tensor numbers = Tensor::zeros({2}, DType::kI32, device);
-      auto communicator = make_communicator(rank, setting.size, control, {timeout, device});
+      auto communicator =
+          make_communicator(rank, setting.size, control, {timeout, device, true, false});
       if (rank == 1) {
         while (gone < setting.size - 1) std::this_thread::yield();
         return;
