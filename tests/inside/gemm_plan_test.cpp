@@ -41,13 +41,13 @@ MlpShape shape_of(std::int64_t hidden, std::int64_t intermediate, std::int64_t n
           .intermediate = intermediate};
 }
 
-/// Narrow tiles of decoded weights pay where a multiprocessor has more of them than of wide ones.
-TEST(Sm80PlanTest, SharedMemorySaysHowWideTilesOfDecodedWeightsAre) {
+/// Three of them fit a multiprocessor of an H200, two one of an A100, one or two others.
+TEST(Sm80PlanTest, ManyTokensOfDecodedWeightsTakeWideTilesOnEveryGpu) {
   MlpShape shape = shape_of(2880, 2880, 128, 4, 8192, "mxfp4");
   shape.family = &sm80_family();
-  for (const auto& [kib, tokens] : {std::pair(228, 32), {164, 64}, {100, 64}}) {
+  for (const int kib : {228, 164, 100}) {
     shape.multiprocessor_shared_bytes = kib << 10;
-    EXPECT_EQ(choose_config(shape).tile.max_tokens, tokens) << kib;
+    EXPECT_EQ(choose_config(shape).tile.max_tokens, 64) << kib;
   }
 }
 
@@ -178,7 +178,7 @@ TEST(GemmPlanTest, OfKernelsForEveryGpuTooTheChosenPlanIsValidForEverySize) {
   shape.family = &family;
   EXPECT_EQ(to_string(choose_config(shape)), "128x16k1s4d2r2 splits 1 f32");
   shape.num_tokens = 8192;
-  EXPECT_EQ(to_string(choose_config(shape)), "128x32k1s4d2r2 splits 1 bf16");
+  EXPECT_EQ(to_string(choose_config(shape)), "128x64k1s4r2 splits 1 bf16");
 }
 
 TEST(Sm80PlanTest, EveryFormatHasKernels) {
