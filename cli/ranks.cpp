@@ -167,7 +167,8 @@ void run_local_ranks(int num_ranks, const std::string& device, const RankFunctio
   avoid_multicast();
   const std::shared_ptr<ControlPlane> control = make_thread_control_plane();
   std::vector<std::shared_ptr<Communicator>> made;
-  if (!nccl) made = make_thread_communicators(num_ranks, {timeout, parse_device(device)});
+  if (!nccl)
+    made = make_thread_communicators(num_ranks, {timeout, parse_device(device), true, peer_memory});
   const int threads_of_each = std::max(1, num_threads() / num_ranks);
   std::vector<std::exception_ptr> failures(static_cast<std::size_t>(num_ranks));
   std::vector<std::thread> threads;

@@ -149,6 +149,15 @@ std::vector<std::vector<Transfer>> rounds_of(std::span<const Transfer> transfers
   return rounds;
 }
 
+/// Until nothing is under way to memory that somebody else may get next.
+void wait_in_any_case(Stream stream) noexcept {
+  try {
+    synchronize(stream);
+  } catch (const Error&) {
+    // A kernel of the program has failed: none runs any more.
+  }
+}
+
 void bring_round(Communicator& communicator, const Experts& experts, const PackedWeights& packed,
                  std::span<const Transfer> transfers, const MakeRoom& make_room,
                  const Receive& receive, std::string_view what) {
@@ -176,11 +185,16 @@ void bring_round(Communicator& communicator, const Experts& experts, const Packe
     stream.emplace(device);
     travelling.copy_own(*stream);
   };
-  communicator.together(get_ready, what);
-  if (are_sent(transfers)) {
-    communicator.exchange(travelling.sends, travelling.receives, *stream, what);
+  try {
+    communicator.together(get_ready, what);
+    if (are_sent(transfers)) {
+      communicator.exchange(travelling.sends, travelling.receives, *stream, what);
+    }
+    synchronize(*stream);
+  } catch (...) {
+    if (stream) wait_in_any_case(*stream);
+    throw;
   }
-  synchronize(*stream);
   communicator.check();  // aborted transfers of a GPU end, too
   const auto assemble = [&] {
     for (const auto& [transfer, parts] : travelling.arriving) {

@@ -268,12 +268,13 @@ std::int64_t Selection::packed_bytes() const {
 std::size_t Selection::peer_bytes(const RankOptions& ranks) const {
   layer::check_chosen(*this);
   if (config.device.is_cpu() || prepare_finalize == &batched()) return 0;
-  if (prepare_finalize == &no_ep()) {  // sums have a place of one size in every arena
-    return config.parallel.num_ranks() > 1 ? PeerMemory::head_bytes() : 0;
-  }
-  const int num_ranks = prepare_finalize == &all2all()
-                            ? static_cast<int>(config.parallel.num_ranks())
+  const auto num_all = static_cast<int>(config.parallel.num_ranks());
+  const int num_ranks = prepare_finalize == &no_ep() ? 1
+                        : prepare_finalize == &all2all()
+                            ? num_all
                             : static_cast<int>(config.parallel.gather_group().size());
+  if (num_ranks < num_all) return PeerMemory::head_bytes();  // sums have a place of one size
+  if (num_all == 1 || config.parallel.ep_size == 1) return 0;
   return layer::PeerRows::arena_bytes(config, ranks, num_ranks);
 }
 

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <initializer_list>
 #include <iterator>
@@ -15,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "fusedmoe/error.h"
 #include "fusedmoe/tensor.h"
 #include "testing/compare.h"
 
@@ -23,6 +26,17 @@ namespace fusedmoe::runtime_test {
 using testing::bitwise_equal;
 
 const Device kMissing{DeviceKind::kCuda, 999};
+
+/// Lists of parameters ask what the CPU runs before any test does. Where FUSEDMOE_CPU_ISA names a
+/// level that it lacks, the program ends here with that text, by which ctest knows to skip it.
+[[maybe_unused]] const std::string_view kLevel = [] {
+  try {
+    return cpu_isa();
+  } catch (const Error& error) {
+    std::fputs(error.what(), stderr);
+    std::_Exit(1);
+  }
+}();
 
 Tensor sequence(std::int64_t count) {
   Tensor tensor = Tensor::empty({count}, DType::kI32);

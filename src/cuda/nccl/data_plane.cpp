@@ -151,7 +151,6 @@ ncclUniqueId shared_id(int rank, ControlPlane& control, milliseconds timeout,
 /// No rank starts to connect before all are here, with NCCL: it itself waits without end.
 void meet(int rank, int size, ControlPlane& control, milliseconds timeout) {
   control.post(core::format("nccl/here/{}", rank), nccl_info().problem);
-  nccl();
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   std::vector<int> late;
   for (int r = 0; r < size; ++r) {

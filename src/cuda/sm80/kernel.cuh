@@ -33,7 +33,7 @@ struct Kernel {
   static constexpr int kTileRowBlocks = kTile.tile_row_blocks();  // of a thread block
   static constexpr int kClusterRowBlocks = kTileRowBlocks;
   static constexpr int kThreads = 128 * kTile.warpgroups();
-  static_assert(kTile.stages >= 2 && kTile.stages <= 5, "wait_for_stage() knows as many");
+  static_assert(kTile.stages >= 2, "one is multiplied while another comes");
 
   // A thread's accumulators: row blocks by tokens. Those of INT8 become fp32 in the epilogue.
   static constexpr int kAccumulators = kMaxTokens / 2;
