@@ -278,9 +278,9 @@ Finding peer_links(const std::vector<std::vector<PeerLink>>& links) {
     for (std::size_t owner = 0; owner < links[reader].size(); ++owner) {
       if (reader == owner) continue;
       const PeerLink& link = links[reader][owner];
-      text +=
-          fmt::format("{}{} reads {} at {:.1f} GB/s, a word in {:.2f} us", text.empty() ? "" : "; ",
-                      reader, owner, link.bytes_per_second / 1e9, link.word_us);
+      text += fmt::format("{}rank {} reads rank {} at {:.1f} GB/s, a word in {:.2f} us",
+                          text.empty() ? "" : "; ", reader, owner, link.bytes_per_second / 1e9,
+                          link.word_us);
       all.push_back({{"reader", reader},
                      {"owner", owner},
                      {"bytes_per_second", link.bytes_per_second},

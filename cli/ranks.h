@@ -56,7 +56,8 @@ void run_local_ranks(int num_ranks, const std::string& device, const RankFunctio
                      std::optional<bool> peer_memory = {});
 
 /// The same, but where a launcher has started the ranks as processes, this one's alone: over MPI
-/// or TCP, with "cuda" over NCCL on the GPU of its number on the host.
+/// or TCP, with "cuda" on the GPU of its number on the host. There messages go over NCCL; rows
+/// between GPUs of one host go through their memory, see peer_memory.
 void run_on_ranks(int num_ranks, const std::string& device, const RankFunction& function,
                   std::chrono::seconds timeout = kRankTimeout,
                   std::optional<bool> peer_memory = {});

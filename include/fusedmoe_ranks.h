@@ -21,7 +21,9 @@ typedef struct fusedmoe_communicator_options {
   /* Processes of one host share memory on the CPU. Where one rank sets this, all send messages. */
   int32_t no_shared_memory;
   /* Rows between GPUs of one host go through their memory: 1 where each rank has a GPU to itself,
-   * 2 also where ranks share one. Where one rank has -1, all send messages. 0: the default, 1. */
+   * 2 also where ranks share one. Where one rank has -1, all send messages. 0: the default, 1.
+   * Where rows or sums go so, by default too, steps of one communicator that overlap are an error,
+   * and steps or replays of graphs on several streams must be ordered by events of the caller. */
   int32_t peer_memory;
 } fusedmoe_communicator_options;
 
@@ -30,10 +32,10 @@ typedef struct fusedmoe_communicator_options {
 FUSEDMOE_C_API fusedmoe_status
 fusedmoe_communicator_create_threads(int32_t size, const fusedmoe_communicator_options* options,
                                      fusedmoe_communicator** communicators);
-/* Ranks that are processes, over TCP, with rows over NCCL on CUDA. Collective. Rank 0 listens at
- * the port of the address. NULL: rank, size, address and port are what torchrun, mpirun or srun
- * says. For an address that other hosts reach the variable FUSEDMOE_TOKEN must be set: see
- * fusedmoe_rendezvous. */
+/* Ranks that are processes, over TCP. On CUDA messages go over NCCL; rows between GPUs of one host
+ * go through their memory, see peer_memory. Collective. Rank 0 listens at the port of the address.
+ * NULL: rank, size, address and port are what torchrun, mpirun or srun says. For an address that
+ * other hosts reach the variable FUSEDMOE_TOKEN must be set: see fusedmoe_rendezvous. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_join(
     int32_t rank, int32_t size, const char* address, int32_t port,
     const fusedmoe_communicator_options* options, fusedmoe_communicator** communicator);

@@ -125,7 +125,10 @@ struct CommunicatorOptions {
   /// None, the default: where each rank has a GPU to itself. False on one rank: all send messages.
   /// True: also where ranks share a GPU. Kernels of a rank then wait for those of another on that
   /// GPU, so one thread must begin the steps of all ranks before it computes any, or each rank
-  /// needs a process of its own. Steps on several streams must be ordered by events of the caller.
+  /// needs a process of its own. Sums in two shots (docs/expert-parallel.md), of more than 6 MiB or
+  /// behind a transport need a thread and a stream for each rank.
+  /// Where rows or sums go so, by default too, steps of one communicator that overlap are an Error,
+  /// and steps or replays of graphs on several streams must be ordered by events of the caller.
   std::optional<bool> peer_memory;
 };
 
@@ -180,10 +183,10 @@ class FUSEDMOE_API Communicator {
   /// Throws Error with the reason if it has ended.
   void check() const;
 
-  /// See DataPlane. Layers that send messages call it when they are made, and split() does. Others
-  /// may before the first exchange(), which connects where nobody has: then all ranks must make it,
-  /// and no graph can record it. Throws Error where the ranks have no data plane, or cannot
-  /// connect; the communicator stays usable. `why`: what needs messages, for errors.
+  /// See DataPlane. Layers that send messages call it when they are made; split() calls it. Before
+  /// an exchange() of your own you may; else the first exchange() connects: all ranks must take
+  /// part in it, and no graph can record it. Throws Error where the ranks have no data plane, or
+  /// cannot connect; the communicator stays usable. `why`: what needs messages, for errors.
   void connect(std::string_view why = "messages between ranks");
   /// See DataPlane. `what` names the step in errors: "dispatch of step 12 of layer 3".
   void exchange(std::span<const Message> sends, std::span<const Message> receives, Stream stream,

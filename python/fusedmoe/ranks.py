@@ -48,7 +48,10 @@ class Communicator:
         shared_memory: bool = True,
         peer_memory: Optional[bool] = None,
     ) -> "Communicator":
-        """A process among others, over TCP, with rows over NCCL on CUDA; every rank calls it.
+        """A process among others, over TCP; every rank calls it.
+
+        On CUDA messages go over NCCL; rows between GPUs of one host go through their memory, see
+        peer_memory.
 
         Rank 0 listens at the port of the address. Without an address all of it is what torchrun,
         mpirun or srun has set.
@@ -68,6 +71,9 @@ class Communicator:
             peer_memory: rows between GPUs of one host go through their memory: None, where each
                 rank has a GPU to itself; True, also where ranks share one. False on one rank: all
                 send messages. Layers then are made, the largest first, before the first forward.
+                Where rows or sums go so, by default too, steps of one communicator that overlap are
+                an error, and steps or replays of graphs on several streams must be ordered by
+                events of the caller.
         """
         return cls(
             _core.join_communicator(
@@ -150,7 +156,8 @@ class Communicator:
         """The ranks of a communicator of mpi4py, default: MPI.COMM_WORLD.
 
         They find each other by its allgather. Rows then go through memory that they share or over
-        TCP, and over NCCL on CUDA.
+        TCP. On CUDA messages go over NCCL; rows between GPUs of one host go through their memory,
+        see peer_memory of join().
         """
         if comm is None:
             from mpi4py import MPI
@@ -199,7 +206,9 @@ class Communicator:
         timeout: float = 30.0,
         peer_memory: Optional[bool] = None,
     ) -> "Communicator":
-        """As from_gather(), with rows over a communicator of NCCL that the caller has.
+        """As from_gather(), with a communicator of NCCL that the caller has.
+
+        Messages go over it; with peer_memory=False all rows do.
 
         Args:
             comm: its address (ncclComm_t). It must outlive this object, be of the libnccl.so.2
@@ -230,7 +239,9 @@ class Communicator:
         timeout: float = 30.0,
         peer_memory: Optional[bool] = None,
     ) -> "Communicator":
-        """As from_gather(), with rows over a new communicator of NCCL.
+        """As from_gather(), with a new communicator of NCCL.
+
+        Messages go over it; with peer_memory=False all rows do.
 
         Args:
             unique_id: what make_nccl_id() has given one rank, which has told it to all.

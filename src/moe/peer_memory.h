@@ -151,7 +151,8 @@ class PeerMemory {
   virtual void tell_parts(const PeerParts& parts, Stream stream) = 0;
   /// output = or += the sum of the parts of all ranks: in rank order in f32, rounded to the dtype
   /// of the parts. A row has most_sum_bytes() at most. `told`: by tell_parts(), of the same. Throws
-  /// Error where another sum has come between.
+  /// Error where another sum has come between. One thread can drive ranks that share a GPU only if
+  /// `told`, and one shot is enough: else such ranks need a thread and a stream each.
   virtual void add_parts(const PeerParts& parts, bool told, Stream stream) = 0;
 
   /// Before what steps have in an arena: what ranks tell each other, and the parts of sums.

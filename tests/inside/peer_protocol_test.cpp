@@ -344,8 +344,8 @@ TEST(PeerProtocolTest, WhoAddsOtherRowsIsNamedByAll) {
     EXPECT_EQ(self.record.different, rank == 1 ? 0b101U : 0b010U);
     if (rank == 2) {
       EXPECT_EQ(self.text(),
-                "rank 1 does not match rank 2 in the sum of layer 4: rank 2 has at most 8 tokens, "
-                "it at most 7 tokens");
+                "rank 1 does not match rank 2 in the sum of layer 4: rank 2 has 8 tokens, it 7 "
+                "tokens");
     }
   });
 }

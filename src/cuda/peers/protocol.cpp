@@ -34,7 +34,8 @@ std::string differences(const FailureRecord& record) {
   };
   add("step ", record.step, record.their_step, "");
   add("layer ", record.mine.layer, record.theirs.layer, "");
-  add("at most ", record.mine.most_tokens, record.theirs.most_tokens, " tokens");
+  add(record.mine.topk == 0 ? "" : "at most ", record.mine.most_tokens, record.theirs.most_tokens,
+      " tokens");
   add("top-", record.mine.topk, record.theirs.topk, "");
   add("rows of ", record.mine.row_bytes, record.theirs.row_bytes, " bytes");
   add("placement ", record.mine.placement, record.theirs.placement, "");
