@@ -320,7 +320,7 @@ TEST_F(PeerSumsTest, ARankThatDoesNotComeIsNamed) {
 }
 
 TEST_F(PeerSumsTest, OtherTokensAreNamedByBothSides) {
-  expect_error("it 6 tokens", kPatient, {5, 6});
+  expect_error("6 tokens", kPatient, {5, 6});
 }
 
 }  // namespace
