@@ -139,8 +139,9 @@ class PeerMemory;  // internal: src/moe/peer_memory.h
 /// new communicator to go on. One thread at a time, except abort() and status().
 class FUSEDMOE_API Communicator {
  public:
-  /// Collective: all ranks make theirs. `data` may be null: then nothing goes as messages. It
-  /// connects the ranks, unless their rows may go through the memory of GPUs.
+  /// Collective: all ranks make theirs. If `data` is null, nothing goes as messages. Else the
+  /// communicator calls data->connect() here, or, where rows may go through the memory of GPUs,
+  /// when messages are first needed.
   Communicator(int rank, int size, std::shared_ptr<ControlPlane> control,
                std::shared_ptr<DataPlane> data, CommunicatorOptions options = {});
   ~Communicator();

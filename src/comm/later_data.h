@@ -15,7 +15,7 @@ namespace fusedmoe::comm {
 
 class LaterData final : public DataPlane {
  public:
-  /// `make` connects the ranks. What it throws every later connect() throws, too.
+  /// `make` connects the ranks. If it throws, every later connect() throws the same.
   using Make = std::function<std::shared_ptr<DataPlane>()>;
   LaterData(std::string name, Device device, Make make)
       : name_(std::move(name)), device_(device), make_(std::move(make)) {}

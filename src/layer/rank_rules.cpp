@@ -140,7 +140,8 @@ void RankRules::place_experts(Stream stream) {
         stream);
 }
 
-/// All of them by one copy. Each has the size that it had before; an empty one stays undefined.
+/// Writes all maps by one copy. Later calls bring maps of the same sizes. An empty map stays
+/// undefined.
 void RankRules::write(std::initializer_list<Map> maps, Stream stream) {
   constexpr std::int64_t kUnit = 64;  // 256 bytes
   if (!maps_) {

@@ -8,8 +8,8 @@
 
 namespace fusedmoe::layer {
 
-/// What rows_travel() says of ranks that read each other's memory: "peer memory", and behind a
-/// colon what is wrong with it.
+/// What rows_travel() says of ranks that read each other's memory: "peer memory". If some of these
+/// reads are slow, ": " and which.
 std::string peer_memory_of(const Communicator& ranks);
 
 /// output = sum of `partial` over the ranks of a communicator, in rank order in f32, so that every

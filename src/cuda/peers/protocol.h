@@ -7,10 +7,10 @@
 // written again behind the next one, and one buffer is enough.
 //
 // A sum over ranks that have the same tokens has rounds of its own. In the first every rank has
-// left its part of each token. A sum of few bytes every rank then adds up whole, without a second
-// round: that a rank has read all parts is known when it comes to the next sum. So parts lie in two
-// buffers by turns, and a rank may be one sum ahead of those that still wait. Otherwise each rank
-// adds up a share of the tokens, and in the second round the others read these totals.
+// left its part of each token. If these are few bytes, every rank adds up all tokens, and there is
+// no second round: when a rank comes to the next sum, it has read all parts of this one. So parts
+// lie in two buffers by turns, and a rank may be one sum ahead of those that still wait. Otherwise
+// each rank adds up a share of the tokens, and in the second round the others read these totals.
 //
 // Nobody waits for ever. Who gives up a wait, because a rank is late, is in another step, or the
 // host says so, writes down why and sends no signal any more: `dead`.
@@ -136,8 +136,8 @@ FUSEDMOE_HD void end_step(const Peers& peers) {
   Words::store(&before[static_cast<int>(Round::kDispatch)],
                Words::load(&before[static_cast<int>(Round::kReturn)]) + 1);
 }
-/// The number for the rank's next sum. By one thread, when all that take part in this one have read
-/// its number, `before`.
+/// Goes on to the number of the rank's next sum. One thread calls it, when all blocks of this rank
+/// have read `before`.
 FUSEDMOE_HD_EITHER
 template <typename Words>
 FUSEDMOE_HD void end_sum(const Peers& peers, std::uint32_t before) {

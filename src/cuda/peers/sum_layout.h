@@ -22,9 +22,9 @@ FUSEDMOE_HD constexpr std::int64_t parts_begin(std::uint32_t before) {
 inline constexpr std::int64_t kTotalsBegin = kSumsBegin + 2 * kMostSumBytes;
 inline constexpr std::int64_t kSumsEnd = kTotalsBegin + kMostSumBytes;
 
-/// In one shot every rank reads the parts of all others, (ranks - 1) x bytes. In two it reads those
-/// of its share of the tokens and then the others' totals, 2 x (ranks - 1) / ranks x bytes, but
-/// waits twice.
+/// In one shot every rank reads the parts of all others: (ranks - 1) x bytes. In two shots it first
+/// reads the others' parts of its share of the tokens, and then the others' totals. That is
+/// 2 x (ranks - 1) / ranks x bytes, and one wait more.
 constexpr bool takes_two_shots(int ranks, std::int64_t bytes) {
   constexpr std::int64_t kWait = std::int64_t{3} << 19;  // what NVLink brings meanwhile: 5 us
   return bytes * (ranks - 1) * (ranks - 2) > kWait * ranks;
