@@ -20,7 +20,8 @@ TEST(CudaNcclCommTest, ItGoesWhenTheLastThreadHasLeft) {
   ncclUniqueId id{};
   ASSERT_EQ(cuda::nccl().ncclGetUniqueId(&id), ncclSuccess);
   const Device device{DeviceKind::kCuda, 0};
-  const auto comm = cuda::connect_ranks(0, 1, device, id, *control, kPatient);
+  cuda::Connecting ranks("NCCL", 0, 1, *control, kPatient);
+  const auto comm = cuda::connect_ranks(0, 1, device, id, ranks, kPatient);
   std::latch entered(1), aborted(1);
   std::thread inside([&] {
     comm->group([&](ncclComm_t raw) {

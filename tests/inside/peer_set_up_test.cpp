@@ -4,13 +4,16 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "../ranks/ranks.h"
 #include "comm/communicator_impl.h"
 #include "comm/later_data.h"
+#include "cuda/nccl/connecting.h"
 #include "fusedmoe/error.h"
 
 namespace fusedmoe::peer_set_up_test {
@@ -95,6 +98,46 @@ TEST(LaterDataTest, RanksThatNeedMessagesConnectWhenTheyJoin) {
     ranks.connect();
   });
   EXPECT_EQ(makes, 2);
+}
+
+/// Of three ranks two wait for the third, by a library that would do so for ever.
+TEST(LaterDataTest, WhereOneRankCannotConnectAllLearnItAtOnce) {
+  constexpr std::chrono::minutes kLong{10};
+  for (const bool has_met : {true, false}) {
+    const auto control = make_thread_control_plane();
+    run_ranks(3, [&](int rank) {
+      cuda::Connecting connecting("fake", rank, 3, *control, kLong);
+      const auto connect = [&]() -> std::shared_ptr<DataPlane> {
+        if (has_met) connecting.meet("here");
+        if (rank == 1) throw Error::communication("no cable");
+        if (rank == 2) connecting.meet("connected");
+        while (true) connecting.check();
+      };
+      comm::LaterData plane("later", {}, [&] { return connecting.run(connect); });
+      for (int i = 0; i < 2; ++i) {
+        try {
+          plane.connect();
+          ADD_FAILURE() << rank;
+        } catch (const Error& error) {
+          EXPECT_STREQ(error.what(), "fake: rank 1: no cable");
+        }
+      }
+      EXPECT_EQ(control->read("failure", {}), std::nullopt) << "the communicator goes on";
+    });
+  }
+}
+
+TEST(LaterDataTest, WhoDoesNotComeToConnectIsNamedAndLearnsItWhenItComes) {
+  const auto control = make_thread_control_plane();
+  for (const int rank : {0, 1}) {
+    cuda::Connecting connecting("fake", rank, 2, *control, std::chrono::milliseconds(50));
+    try {
+      connecting.run([&] { connecting.meet("here"); });
+      ADD_FAILURE() << rank;
+    } catch (const Error& error) {
+      EXPECT_STREQ(error.what(), "fake: rank 0: rank 1 did not arrive within 0.05 s");
+    }
+  }
 }
 
 TEST(LaterDataTest, WithoutADataPlaneRanksDoNotConnectAndGoOn) {

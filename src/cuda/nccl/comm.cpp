@@ -147,7 +147,7 @@ void Comm::destroy_now() noexcept {
 }
 
 std::shared_ptr<Comm> connect_ranks(int rank, int size, Device device, const ncclUniqueId& id,
-                                    ControlPlane& control, milliseconds timeout) {
+                                    Connecting& ranks, milliseconds timeout) {
   // In a thread of its own: a rank that dies now would leave this one waiting for ever. What comes
   // too late is aborted there.
   auto task = std::make_shared<std::packaged_task<std::shared_ptr<Comm>()>>([=] {
@@ -162,9 +162,9 @@ std::shared_ptr<Comm> connect_ranks(int rank, int size, Device device, const ncc
   run_detached([task = std::move(task)] { (*task)(); });
   const auto deadline = std::chrono::steady_clock::now() + timeout;
   while (comm.wait_for(milliseconds(20)) != std::future_status::ready) {
-    control.check_failure();
+    ranks.check();
     if (std::chrono::steady_clock::now() < deadline) continue;
-    throw Error::communication("NCCL: the ranks did not connect in time");
+    throw Error::communication("the ranks did not connect in time");
   }
   return comm.get();
 }

@@ -10,6 +10,7 @@
 //   for them a little: CUDA and NCCL should not go while they work.
 #pragma once
 
+#include "cuda/nccl/connecting.h"
 #include "cuda/nccl/functions.h"
 
 #if FUSEDMOE_HAVE_NCCL
@@ -58,10 +59,10 @@ class Comm : public std::enable_shared_from_this<Comm> {
   const std::shared_future<void> is_gone_{gone_.get_future()};
 };
 
-/// Connects the ranks, which must all be here. Throws Error where they do not come in time, or
-/// where one of them has failed meanwhile.
+/// Connects the ranks, which must all be here, in a part of theirs. Throws Error where they do not
+/// come in time, or where one of them has failed meanwhile.
 std::shared_ptr<Comm> connect_ranks(int rank, int size, Device device, const ncclUniqueId& id,
-                                    ControlPlane& control, std::chrono::milliseconds timeout);
+                                    Connecting& ranks, std::chrono::milliseconds timeout);
 
 }  // namespace fusedmoe::cuda
 

@@ -125,48 +125,36 @@ class NcclData final : public DataPlane {
 };
 
 /// NCCL's id: the one that all ranks were given, or one that rank 0 makes.
-ncclUniqueId shared_id(int rank, ControlPlane& control, milliseconds timeout,
-                       std::string_view given) {
+ncclUniqueId shared_id(int rank, ControlPlane& control, Connecting& ranks,
+                       Connecting::Clock::time_point deadline, std::string_view given) {
   ncclUniqueId id{};
-  if (!given.empty()) {
-    FUSEDMOE_CHECK(given.size() == sizeof id, "nccl_unique_id",
-                   core::format("{} bytes", given.size()),
-                   core::format("{}, an ncclUniqueId", sizeof id));
-    std::memcpy(&id, given.data(), sizeof id);
-    return id;
-  }
-  if (rank == 0) {
+  if (given.empty() && rank == 0) {
     FUSEDMOE_NCCL_CHECK(ncclGetUniqueId, &id);
-    control.post("nccl/id", std::string_view(reinterpret_cast<const char*>(&id), sizeof id));
+    control.post("NCCL/id", std::string_view(reinterpret_cast<const char*>(&id), sizeof id));
     return id;
   }
-  const std::optional<std::string> text = control.read_or_fail("nccl/id", timeout);
-  if (!text || text->size() != sizeof id) {
-    throw Error::communication("NCCL: rank 0 did not send its id in time");
-  }
-  std::memcpy(&id, text->data(), sizeof id);
+  const std::string text =
+      given.empty() ? ranks.read("NCCL/id", deadline).value_or("") : std::string(given);
+  if (text.size() != sizeof id) throw Error::communication("rank 0 did not send its id in time");
+  std::memcpy(&id, text.data(), sizeof id);
   return id;
 }
 
-/// No rank starts to connect before all are here, with NCCL: it itself waits without end.
-void meet(int rank, int size, ControlPlane& control, milliseconds timeout) {
-  control.post(core::format("nccl/here/{}", rank), nccl_info().problem);
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  std::vector<int> late;
-  for (int r = 0; r < size; ++r) {
-    const auto left =
-        std::chrono::duration_cast<milliseconds>(deadline - std::chrono::steady_clock::now());
-    const auto here =
-        control.read_or_fail(core::format("nccl/here/{}", r), std::max(left, milliseconds(0)));
-    if (!here) late.push_back(r);
-    if (here && !here->empty()) {
-      throw Error::communication(core::format("NCCL: rank {}: {}", r, *here));
+/// Connects the ranks. None starts before all are here, with NCCL: it itself waits without end.
+std::shared_ptr<Comm> connect_all(int rank, int size, Device device, ControlPlane& control,
+                                  milliseconds timeout, std::string_view unique_id) {
+  Connecting ranks("NCCL", rank, size, control, timeout);
+  return ranks.run([&] {
+    if (const NcclInfo info = nccl_info(); !info.problem.empty()) {
+      throw Error::communication(info.problem);
     }
-  }
-  if (late.empty()) return;
-  throw Error::communication(
-      core::format("NCCL: {} {} did not arrive within {} s", late.size() == 1 ? "rank" : "ranks",
-                   core::join(late, ", "), static_cast<double>(timeout.count()) / 1000));
+    ranks.meet("here");
+    const auto deadline = Connecting::Clock::now() + timeout;
+    const ncclUniqueId id = shared_id(rank, control, ranks, deadline, unique_id);
+    std::shared_ptr<Comm> comm = connect_ranks(rank, size, device, id, ranks, timeout);
+    ranks.meet("connected");
+    return comm;
+  });
 }
 
 /// Throws Error unless the caller's communicator is of this rank, of so many, on this GPU.
@@ -196,9 +184,10 @@ std::shared_ptr<DataPlane> make_nccl_data_plane(int rank, int size, Device devic
     cuda::check_comm(callers, rank, size, device);
     comm = std::make_shared<cuda::Comm>(callers, false, device);
   } else {
-    cuda::meet(rank, size, *control, timeout);
-    const ncclUniqueId id = cuda::shared_id(rank, *control, timeout, nccl.unique_id);
-    comm = cuda::connect_ranks(rank, size, device, id, *control, timeout);
+    FUSEDMOE_CHECK(nccl.unique_id.empty() || nccl.unique_id.size() == sizeof(ncclUniqueId),
+                   "nccl_unique_id", core::format("{} bytes", nccl.unique_id.size()),
+                   core::format("{}, an ncclUniqueId", sizeof(ncclUniqueId)));
+    comm = cuda::connect_all(rank, size, device, *control, timeout, nccl.unique_id);
   }
   return std::make_shared<cuda::NcclData>(std::move(comm), rank, size, device, std::move(control),
                                           timeout);
