@@ -3,12 +3,14 @@
 # nvidia-cutlass wheel, or where pip puts it to build ours. AUTO is ON where nvcc is. Without the
 # headers both fail: nobody gets a library without CUDA by surprise.
 #
-# FUSEDMOE_CUDA_ARCHS are the compute capabilities that there is machine code for, 90a among them, and
-# 80, whose PTX the driver compiles for GPUs that are not in the list. From it come
-# FUSEDMOE_CUDA_ARCHITECTURES, the property CUDA_ARCHITECTURES of every target with kernels, and those
-# of the folders sm80 and sm90, whatever a project around this one, CMAKE_CUDA_ARCHITECTURES or
-# CUDAARCHS say for others.
-set(FUSEDMOE_CUDA_ARCHS "80;90a" CACHE STRING "Compute capabilities to compile kernels for")
+# FUSEDMOE_CUDA_ARCHS are the compute capabilities that there is machine code for, 90a among them, 89,
+# for kernels that multiply FP8 alone, and 80, whose PTX the driver compiles for GPUs that are not in
+# the list. From it come FUSEDMOE_CUDA_ARCHITECTURES, the property CUDA_ARCHITECTURES of every target
+# with kernels, and those of the families sm80, sm89 and sm90, whatever a project around this one,
+# CMAKE_CUDA_ARCHITECTURES or CUDAARCHS say for others.
+set(FUSEDMOE_CUDA_ARCHS "80;89;90a" CACHE STRING "Compute capabilities to compile kernels for")
+# Never in what others get: a GPU of 9.0 or 10.x would run it, slowly.
+option(FUSEDMOE_TEST_PTX_89 "PTX of the FP8 kernels of 8.9, to test them on a later GPU" OFF)
 set(CUTLASS_ROOT "" CACHE PATH "Folder with include/cute and include/cutlass; default: the wheel's")
 
 set(FUSEDMOE_HAVE_CUDA ${FUSEDMOE_CUDA})
@@ -30,7 +32,7 @@ if(FUSEDMOE_HAVE_CUDA)
       "name a copy by CUTLASS_ROOT, or build without CUDA by -DFUSEDMOE_CUDA=OFF "
       "(pip: -C cmake.define.FUSEDMOE_CUDA=OFF).")
   endif()
-  foreach(needed 80 90a)
+  foreach(needed 80 89 90a)
     if(NOT needed IN_LIST FUSEDMOE_CUDA_ARCHS)
       message(FATAL_ERROR "FUSEDMOE_CUDA_ARCHS is ${FUSEDMOE_CUDA_ARCHS}; it must name ${needed}.")
     endif()
@@ -52,17 +54,23 @@ if(FUSEDMOE_HAVE_CUDA AND CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
       "code for Blackwell: machine code for ${architectures}")
   endif()
 endif()
-list(TRANSFORM architectures APPEND -real OUTPUT_VARIABLE FUSEDMOE_CUDA_ARCHITECTURES)
-list(APPEND FUSEDMOE_CUDA_ARCHITECTURES 80-virtual)
+list(TRANSFORM architectures APPEND -real)
+set(FUSEDMOE_CUDA_ARCHITECTURES ${architectures} 80-virtual)
+list(REMOVE_ITEM FUSEDMOE_CUDA_ARCHITECTURES 89-real)
 set(FUSEDMOE_CUDA_ARCHITECTURES_sm90 90a-real)
+set(FUSEDMOE_CUDA_ARCHITECTURES_sm89 ${architectures})
+list(FILTER FUSEDMOE_CUDA_ARCHITECTURES_sm89 INCLUDE REGEX "^(89|12[0-9])")
+if(FUSEDMOE_TEST_PTX_89)
+  list(APPEND FUSEDMOE_CUDA_ARCHITECTURES_sm89 89-virtual)
+endif()
 set(FUSEDMOE_CUDA_ARCHITECTURES_sm80 ${FUSEDMOE_CUDA_ARCHITECTURES})
 list(REMOVE_ITEM FUSEDMOE_CUDA_ARCHITECTURES_sm80 90a-real)
 
 # What src/cuda/sm*/family.cpp says of them.
 set(FUSEDMOE_ARCHITECTURES)
-foreach(folder SM90 SM80)
-  string(TOLOWER ${folder} family)
-  list(JOIN FUSEDMOE_CUDA_ARCHITECTURES_${family} " " names)
+foreach(family sm90 sm89 sm80)
+  string(TOUPPER ${family} name)
+  list(JOIN FUSEDMOE_CUDA_ARCHITECTURES_${family} " " architectures)
   list(APPEND FUSEDMOE_ARCHITECTURES
-    "$<$<COMPILE_LANGUAGE:CXX>:FUSEDMOE_${folder}_ARCHITECTURES=\"${names}\">")
+    "$<$<COMPILE_LANGUAGE:CXX>:FUSEDMOE_${name}_ARCHITECTURES=\"${architectures}\">")
 endforeach()

@@ -113,7 +113,7 @@ wheels() {
       --config-settings=cmake.define.CMAKE_MODULE_LINKER_FLAGS=-static-libstdc++ \
       --config-settings=cmake.define.CMAKE_EXE_LINKER_FLAGS="-static-libstdc++ -Wl,--gc-sections" \
       --config-settings=cmake.define.CMAKE_CXX_STANDARD_LIBRARIES=-lgcc \
-      --config-settings=cmake.define.FUSEDMOE_CUDA_ARCHS="80;90a;120" \
+      --config-settings=cmake.define.FUSEDMOE_CUDA_ARCHS="80;89;90a;120" \
       --config-settings=cmake.define.FUSEDMOE_CUDA="$cuda" "$work/tree"
     [[ -z $label ]] || rename_wheel "$folder.raw"/*.whl "$label"
     PATH=$work/tools/bin:$PATH auditwheel repair --plat auto --wheel-dir "$folder.repaired" \

@@ -120,10 +120,16 @@ int compute_capability(Device) {
 std::span<const FormatLaunches> sm90_launches() {
   return {};
 }
+std::span<const FormatLaunches> sm89_launches() {
+  return {};
+}
 std::span<const FormatLaunches> sm80_launches() {
   return {};
 }
 const void* sm90_probe() {
+  return nullptr;
+}
+const void* sm89_probe() {
   return nullptr;
 }
 const void* sm80_probe() {

@@ -213,9 +213,9 @@ std::span<const PrepareFinalizeDescriptor* const> all_prepare_finalize() {
 }
 
 std::span<const ExpertsDescriptor* const> all_experts() {
-  static const std::array<const ExpertsDescriptor*, 4> list{
-      &cpu::descriptor(), &cuda::sm90_descriptor(), &cuda::sm80_descriptor(),
-      &reference::descriptor()};
+  static const std::array<const ExpertsDescriptor*, 5> list{
+      &cpu::descriptor(), &cuda::sm90_descriptor(), &cuda::sm89_descriptor(),
+      &cuda::sm80_descriptor(), &reference::descriptor()};
   return list;
 }
 

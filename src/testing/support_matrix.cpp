@@ -17,7 +17,7 @@ constexpr const char* kIntroduction =
 Which experts run which scheme. `scripts/support-matrix.sh` writes this page from the registry; CI fails when
 it is stale. The question to each descriptor: 2 experts of 128 x 128 with SiLU, top-2, transport `no_ep`,
 hidden states in f16 for f16 weights and in bf16 for all others, and for `sm90` and `sm80` a device of compute
-capability 9.0. A cell is
+capability 9.0, for `sm89` one of 8.9. A cell is
 
 * `yes`: it runs, and so do its variants: the **b**atched format (transport `batched`), **h**ooks between the
   steps, **m**onolithic experts that get router logits, batch **i**nvariance;
@@ -25,8 +25,8 @@ capability 9.0. A cell is
 * else the code of the reason. `fusedmoe explain` says it in words.
 
 Each `yes` of `reference` and `cpu`, with each of its variants, is a test:
-`tests/unit/support_matrix_test.cpp`. Those of `sm90` and `sm80` have theirs in `tests/cuda/`, which
-need a GPU: [what ran where](cuda-sm80.md).
+`tests/unit/support_matrix_test.cpp`. Those of `sm90`, `sm89` and `sm80` have theirs in `tests/cuda/`,
+which need a GPU: [what ran where](cuda-sm80.md).
 
 )";
 
@@ -39,6 +39,7 @@ Beyond the scheme, an implementation may refuse a layer for its sizes (`shape`),
 | `reference` | chosen only when asked for by name |
 | `cpu` | `int8_w8a8`: sizes whose int32 accumulators cannot overflow |
 | `sm90` | compute capability 9.0; hidden states f16 for f16 weights, f16 or bf16 for integer and FP4 weights alone and for FP8 weights with FP8 activations, else bf16; hidden size a multiple of 8, the intermediate size too with hooks or FP8 activations and scales per 128 x 128; FP4: even intermediate size; at most 2048 local experts; top-k at most 64; `hidden_states` and `output` start at 16 bytes |
+| `sm89` | compute capability 8.9 or 12.x; FP8 activations; else as `sm90` |
 | `sm80` | compute capability 8.0 or later; `int8_w8a8`: sizes whose int32 sums cannot overflow; else as `sm90` |
 
 `-`: not quantized; activations stay as the hidden states are. "dynamic": the scale is computed from the data.
@@ -164,6 +165,7 @@ MoeConfig support_config(const NamedScheme& scheme, const ExpertsDescriptor& exp
   if (experts.supports(on_cpu).reason != Reason::kDevice) return on_cpu;
   MoeConfig on_gpu = make_config(support_case(scheme), dtype, {DeviceKind::kCuda, 0});
   on_gpu.compute_capability = 90;
+  if (experts.supports(on_gpu).reason == Reason::kDevice) on_gpu.compute_capability = 89;
   return on_gpu;
 }
 

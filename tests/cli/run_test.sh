@@ -255,7 +255,7 @@ case $situation in
     refuses 'cuda' "${run_args[@]}" --device cuda:99
     refuses 'device.*tpu' "${run_args[@]}" --device tpu
     refuses 'dtype.*fp8' "${run_args[@]}" --dtype fp8
-    wrong '^error: --experts fastest: no such implementation; there are: cpu, reference, sm80, sm90$' \
+    wrong '^error: --experts fastest: no such implementation; there are: cpu, reference, sm80, sm89, sm90$' \
       "${run_args[@]}" --experts fastest
     for threads in -1 0 1025 99999999999; do
       refuses '--threads' "${run_args[@]}" --threads "$threads"

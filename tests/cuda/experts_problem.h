@@ -43,7 +43,10 @@ inline void expect_close(const TensorView& actual, const TensorView& expected) {
 /// The experts that a run of the tests is about: those of FUSEDMOE_TEST_EXPERTS, by default sm90.
 inline const cuda::KernelFamily& gpu_family() {
   const char* name = std::getenv("FUSEDMOE_TEST_EXPERTS");
-  return name && cuda::sm80_family().name() == name ? cuda::sm80_family() : cuda::sm90_family();
+  for (const cuda::KernelFamily* family : {&cuda::sm80_family(), &cuda::sm89_family()}) {
+    if (name && family->name() == name) return *family;
+  }
+  return cuda::sm90_family();
 }
 /// Whether they have kernels of a scheme for rows of this dtype.
 inline bool has_kernels(const QuantScheme& scheme, DType dtype) {

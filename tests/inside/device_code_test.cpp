@@ -40,6 +40,7 @@ TEST(DeviceCodeTest, EveryGpuHasCodeOfItsKernels) {
   for (const int capability : {80, 86, 87, 89, 100, 103, 110, 120, 121}) {
     EXPECT_TRUE(code_for(sm80_family().architectures(), capability)) << capability;
   }
+  EXPECT_EQ(code(sm89_family().architectures(), 89), "machine code for 8.9");
 }
 
 TEST(DeviceLimitsTest, RowsInF32StayInASmallL2) {

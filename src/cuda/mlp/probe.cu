@@ -1,5 +1,5 @@
-// A kernel that does nothing, compiled for the GPUs of each family of kernels: sm80_probe() and
-// sm90_probe(), as the build calls it.
+// A kernel that does nothing, compiled for the GPUs of each family of kernels: sm80_probe(),
+// sm89_probe() and sm90_probe(), as the build calls it.
 namespace fusedmoe::cuda {
 namespace {
 

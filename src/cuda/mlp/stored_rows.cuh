@@ -33,6 +33,14 @@ __device__ inline int count_of_stored(const FusedMlpParams& p, const WorkTile& t
   return stored;
 }
 
+/// Where the counter of its token tile is when the rows that a tile reads are there: one of the row
+/// pass, or of GEMM 2.
+template <typename K>
+__device__ inline int count_before(const FusedMlpParams& p, const WorkTile& tile) {
+  const int count = p.gemms[0].row_blocks;
+  return K::kHasRowPass && tile.gemm == 1 ? count + p.pass.tiles : count;
+}
+
 /// Returns once the counter of the token tile has come so far. A build with assertions gives up
 /// after some seconds: another forward uses the same workspace at the same time. It traps, as a
 /// call of assert() would have ptxas serialize all wgmma. `kByWarp`: all lanes of a warp together.
@@ -52,9 +60,7 @@ __device__ inline void wait_until_stored(const FusedMlpParams& p, const WorkTile
 /// For a tile of GEMM 2.
 template <typename K>
 __device__ inline void wait_for_rows(const FusedMlpParams& p, const WorkTile& tile) {
-  int count = p.gemms[0].row_blocks;
-  if constexpr (K::kHasRowPass) count += p.pass.tiles;
-  wait_until_stored(p, tile, count);
+  wait_until_stored(p, tile, count_before<K>(p, tile));
 }
 
 }  // namespace fusedmoe::cuda

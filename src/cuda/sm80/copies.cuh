@@ -10,7 +10,7 @@ namespace fusedmoe::cuda::sm80 {
 
 template <typename K>
 __device__ inline int num_stages(const WorkTile& tile) {
-  return max(1, (tile.k_end - tile.k_begin + K::kStageBlocks - 1) / K::kStageBlocks);
+  return (tile.k_end - tile.k_begin + K::kStageBlocks - 1) / K::kStageBlocks;
 }
 
 /// A thread's part of the copies of one tile, stage by stage.
@@ -87,7 +87,7 @@ class TileCopies {
   __device__ static int row_bytes_from(const GemmParams& gemm, int block) {
     constexpr int kElement = sizeof(typename K::Activation);
     // FP8 numbers as f16 lie in whole groups of 16.
-    const int k = K::kIsFp8 ? static_cast<int>(ceil_div(gemm.k, 16)) * 16 : gemm.k;
+    const int k = K::kDecodesFp8Rows ? static_cast<int>(ceil_div(gemm.k, 16)) * 16 : gemm.k;
     const int chunk = threadIdx.x % 8;
     return k * kElement - block * K::kRowBytes - chunk * 16;
   }

@@ -6,13 +6,14 @@
 //   * the stage that has come is multiplied,
 //   * behind the last stage of a tile its accumulators become rows.
 //
-// Tile indexes are drawn in order. Tiles of GEMM 2 read what tiles of GEMM 1 store; a block looks
-// in each step whether these rows are there, and copies nothing before they are. It goes on with
-// the tile that it has, so it never waits while it owns tiles that others may wait for: no order of
-// blocks can lock up.
+// Tile indexes are drawn in order. Tiles of GEMM 2 read what tiles of GEMM 1 store, or what those
+// of the row pass make of it; a block looks in each step whether these rows are there, and copies
+// nothing before they are. It goes on with the tile that it has, so it never waits while it owns
+// tiles that others may wait for: no order of blocks can lock up.
 #pragma once
 
 #include "cuda/mlp/epilogue_groups.cuh"
+#include "cuda/mlp/row_pass.cuh"
 #include "cuda/mlp/stored_rows.cuh"
 #include "cuda/mlp/tile_scheduler.cuh"
 #include "cuda/sm80/copies.cuh"
@@ -38,7 +39,7 @@ class TileQueue {
     WorkTile& tile = shared_.tiles[next_ % K::kTileSlots];
     if (!was_there) tile = make_tile(shared_, p_, index_);
     shared_.rows_are_stored[step_ % 2] =
-        (was_there && can_start()) || tile.gemm != 1 || rows_are_stored(tile);
+        (was_there && can_start()) || tile.gemm <= 0 || rows_are_stored(tile);
   }
   /// Asks for the next tile, if nobody has.
   __device__ __forceinline__ void ask() {
@@ -61,12 +62,14 @@ class TileQueue {
     ++next_;
     state_ = State::kNone;
   }
+  /// The same where its operands take no place in the ring: all have read it, behind a barrier.
+  __device__ __forceinline__ void skip() { state_ = State::kNone; }
 
  private:
   enum class State : std::uint8_t { kNone, kAsked, kWritten, kThere };
 
   __device__ __forceinline__ bool rows_are_stored(const WorkTile& tile) const {
-    return count_of_stored(p_, tile) >= p_.gemms[0].row_blocks;
+    return count_of_stored(p_, tile) >= count_before<K>(p_, tile);
   }
 
   SharedMemory<K>& shared_;
@@ -112,7 +115,7 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
   wait_for_copies<kStages - 2>();
 }
 
-/// K is a Kernel<Operands, index of the tile shape>.
+/// K is a Kernel.
 template <typename K>
 __global__ void __launch_bounds__(K::kThreads, K::kBlocks)
     fused_mlp_kernel(const __grid_constant__ FusedMlpParams params) {
@@ -156,6 +159,16 @@ __global__ void __launch_bounds__(K::kThreads, K::kBlocks)
         if (const WorkTile* next = queue.next()) {
           if (next->gemm < 0) {
             is_last = true;
+          } else if (is_row_pass<K>(*next)) {
+            if constexpr (K::kHasRowPass) {
+              if (queue.can_start()) {
+                quantize_rows<K>(shared, params.pass.rows, *next, coords.warpgroup);
+                __syncthreads();
+                if (threadIdx.x == 0) count_stored(params, next->token_tile, 1);
+                queue.skip();
+                queue.ask();
+              }
+            }
           } else if (queue.can_start()) {
             copies.start(params, *next);
             queue.take();

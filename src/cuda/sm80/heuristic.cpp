@@ -8,18 +8,16 @@ namespace fusedmoe::cuda::sm80 {
 namespace {
 
 /// Thread blocks of a tile that run on a multiprocessor at the same time.
-std::int64_t resident_blocks(const MlpShape& shape, const TileShape& tile) {
+std::int64_t resident_blocks(const MlpShape& shape, const KernelSet& set, const TileShape& tile) {
   constexpr std::int64_t kBeside = 6 << 10;  // about: rows on their way out, tables, counts
-  const WeightFormat& format = *shape.format;
-  const int stages = ring_stages(tile, format, kBeside, shape.multiprocessor_shared_bytes);
-  const std::int64_t bytes = std::int64_t{stages} * stage_bytes(tile, format) + kBeside;
-  return std::min<std::int64_t>(shape.multiprocessor_shared_bytes / bytes,
-                                most_blocks(tile, format));
+  const int stages = ring_stages(tile, set, kBeside, shape.multiprocessor_shared_bytes);
+  const std::int64_t bytes = std::int64_t{stages} * stage_bytes(tile, set) + kBeside;
+  return std::min<std::int64_t>(shape.multiprocessor_shared_bytes / bytes, most_blocks(tile, set));
 }
 
 }  // namespace
 
-KernelConfig choose_tiles(const MlpShape& shape) {
+KernelConfig choose_tiles(const MlpShape& shape, const KernelSet& set) {
   const Load load = expected_load(shape);
   const ConfigList configs = valid_tiles(shape);
   // The narrowest tiles that have room for an expert's rows. K groups pay only where there are few
@@ -33,9 +31,9 @@ KernelConfig choose_tiles(const MlpShape& shape) {
   for (const KernelConfig& config : configs) {
     const bool are_few = waves(shape, load, load.rows, gate_and_up(shape), config.tile) <= kFew;
     if (config.tile.k_groups > 1 && !are_few) continue;
-    const std::int64_t least = std::min(resident_blocks(shape, tile), kEnoughBlocks);
+    const std::int64_t least = std::min(resident_blocks(shape, set, tile), kEnoughBlocks);
     const bool wider = config.tile.max_tokens > tile.max_tokens;
-    if (shape.format->decodes && wider && resident_blocks(shape, config.tile) < least) break;
+    if (shape.format->decodes && wider && resident_blocks(shape, set, config.tile) < least) break;
     tile = config.tile;
     if (tile.max_tokens >= load.rows + load.spread) break;
   }

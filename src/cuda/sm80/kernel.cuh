@@ -15,18 +15,18 @@
 namespace fusedmoe::cuda {
 namespace sm80 {
 
-/// All compile-time sizes of one fused kernel, from its operand policy (formats/) and tile shape
-/// number kIndex of the policy's KernelSet. A warpgroup is four warps: each has 16 of the 64 weight
-/// rows of a row block.
-template <OperandPolicy OperandsT, int kIndex>
+/// All compile-time sizes of one fused kernel, from its operand policy (formats/), what is
+/// multiplied for FP8, and tile shape number kIndex of their KernelSet. A warpgroup is four warps:
+/// each has 16 of the 64 weight rows of a row block.
+template <OperandPolicy OperandsT, Fp8 kFp8, int kIndex>
 struct Kernel {
   using Operands = OperandsT;
-  // FP8 numbers are multiplied as f16: no GPU before 8.9 has instructions for them.
-  static constexpr bool kIsFp8 = Operands::kFormat.fp8_rows;
-  using Activation = std::conditional_t<kIsFp8, __half, typename Operands::Activation>;
+  static constexpr KernelSet kSet = kernel_set(Operands::kFormat, kFp8);
+  static constexpr bool kDecodesFp8Rows = kSet.has_f16_rows_of_fp8();
+  using Activation = std::conditional_t<kDecodesFp8Rows, __half, typename Operands::Activation>;
   using Output = typename Operands::Output;
 
-  static constexpr TileShape kTile = kernel_set(Operands::kFormat).tiles[kIndex];
+  static constexpr TileShape kTile = kSet.tiles[kIndex];
   static constexpr int kMaxTokens = kTile.max_tokens;
   static constexpr int kRowGroups = kTile.row_groups, kKGroups = kTile.k_groups;
   static constexpr int kRowBlocks = kTile.row_blocks;             // of a row group
@@ -39,18 +39,23 @@ struct Kernel {
   static constexpr int kAccumulators = kMaxTokens / 2;
   using Sum = std::conditional_t<Operands::kFormat.int8_rows, int, float>;
   using Accumulators = Sum[kRowBlocks][kAccumulators];
-  // Scales of K blocks multiply their sums, which are then added up.
+  // The sums of a K block are added to those before it in fp32, times its scales if it has some.
   static constexpr bool kHasKScales = Operands::kHasKScales;
-  static constexpr bool kHasRowPass = false;
+  static constexpr bool kPromotes = kHasKScales || kSet.is_native_fp8();
+  static constexpr bool kHasRowPass = kSet.has_row_pass(kTile);
+  static constexpr int kPassWarpgroups = kHasRowPass ? kTile.warpgroups() : 1;
+  static constexpr RowTransform::Kind kPassKind = kSet.format->int8_rows ? RowTransform::Kind::kInt8
+                                                  : kDecodesFp8Rows ? RowTransform::Kind::kFp8AsF16
+                                                                    : RowTransform::Kind::kFp8;
   static constexpr bool kStoresGroups = false;
-  static constexpr bool kStoresCodes = false;
+  static constexpr bool kStoresCodes = kSet.is_native_fp8() && Operands::kFormat.stores_codes();
   static constexpr int kAllAccumulators = kRowBlocks * kAccumulators;
-  static constexpr int kBlocks = most_blocks(kTile, Operands::kFormat);
+  static constexpr int kBlocks = most_blocks(kTile, kSet);
 
   // Of one K block:
   static constexpr int kBlockBytes = Operands::kBlock.bytes;  // 64 weight rows
   static constexpr int kBlockK = Operands::kBlock.k;
-  static constexpr int kRowBytes = row_bytes(Operands::kFormat);
+  static constexpr int kRowBytes = row_bytes(kSet);
   static_assert(kRowBytes == kBlockK * sizeof(Activation));
   // Token rows of a K block lie in parts of 128 bytes of each row.
   static constexpr int kRowParts = kRowBytes / kSwizzleBytes;
@@ -65,7 +70,7 @@ struct Kernel {
   static constexpr int kWeightsOffset = kStageBlocks * kActivationBytes;
   static constexpr int kRowBlockPitch = kStageBlocks * kBlockBytes;
   static constexpr int kScalesOffset = kWeightsOffset + kTileRowBlocks * kRowBlockPitch;
-  static constexpr int kStageBytes = stage_bytes(kTile, Operands::kFormat);
+  static constexpr int kStageBytes = stage_bytes(kTile, kSet);
 
   // Token rows that the epilogue finishes together; more of them take more registers.
   static constexpr int kChunkTokens = 16;
@@ -93,14 +98,16 @@ struct Kernel {
 
 }  // namespace sm80
 
-template <OperandPolicy Operands, int kIndex>
-struct SharedMemory<sm80::Kernel<Operands, kIndex>> {
-  using K = sm80::Kernel<Operands, kIndex>;
+template <OperandPolicy Operands, sm80::Fp8 kFp8, int kIndex>
+struct SharedMemory<sm80::Kernel<Operands, kFp8, kIndex>> {
+  using K = sm80::Kernel<Operands, kFp8, kIndex>;
 
   // Token rows on their way out, of each row group.
   alignas(16) typename K::Output::Element rows[K::kRowGroups][K::kChunkTokens][K::kStagedPitch];
   [[no_unique_address]] typename K::Operands::Tables tables;
   typename K::Sum partials[K::kPartials][K::kPartialAccumulators][128];
+  // The largest magnitudes that the warps of the row pass have found in a row.
+  float row_amax[K::kPassWarpgroups][4];
   // The ring of work tiles: those whose operands are here or on their way, and the next. A step
   // copies one stage, and every second step at most begins a tile.
   WorkTile tiles[K::kTileSlots];

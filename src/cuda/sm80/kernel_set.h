@@ -11,12 +11,6 @@
 
 namespace fusedmoe::cuda::sm80 {
 
-struct KernelSet {
-  const WeightFormat* format = nullptr;
-  /// In order of their tokens. The first has K groups, all after it have none.
-  std::span<const TileShape> tiles;
-};
-
 inline constexpr std::array kKernelSets = {
     KernelSet{&formats::kBf16, kTilesAsIs},
     KernelSet{&formats::kF16, kTilesAsIs},
@@ -44,9 +38,21 @@ inline constexpr std::array kKernelSets = {
     KernelSet{&formats::kScaledE4m3, kTiles8Bit},
 };
 
+/// Those that multiply FP8 as it is; other formats have no kernels besides the above. The sums of a
+/// K block are apart from those of all before it, which leaves no registers for 128 tokens.
+inline constexpr std::span kTilesFp8AsIs = std::span(kTilesAsIs).first<4>();
+inline constexpr std::array kNativeFp8Sets = {
+    KernelSet{&formats::kFp8, kTilesFp8AsIs, Fp8::kNative},
+    KernelSet{&formats::kFp8Rows, kTilesFp8AsIs, Fp8::kNative},
+    KernelSet{&formats::kFp8F16, kTilesFp8AsIs, Fp8::kNative},
+    KernelSet{&formats::kW4a8, kTiles8Bit, Fp8::kNative},
+    KernelSet{&formats::kMxfp4Fp8, kTiles8Bit, Fp8::kNative},
+};
+
 /// Without tiles where there are no kernels of the format.
-constexpr KernelSet kernel_set(const WeightFormat& format) {
-  return row_of_format(kKernelSets, format);
+constexpr KernelSet kernel_set(const WeightFormat& format, Fp8 fp8) {
+  return fp8 == Fp8::kNative ? row_of_format(kNativeFp8Sets, format)
+                             : row_of_format(kKernelSets, format);
 }
 
 }  // namespace fusedmoe::cuda::sm80

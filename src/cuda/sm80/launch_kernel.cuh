@@ -7,11 +7,11 @@
 
 namespace fusedmoe::cuda::sm80 {
 
-template <OperandPolicy Operands, int kIndex>
+template <OperandPolicy Operands, Fp8 kFp8, int kIndex>
 void launch_kernel(const FusedMlpParams& given, const Stream& stream) {
-  using K = Kernel<Operands, kIndex>;
+  using K = Kernel<Operands, kFp8, kIndex>;
   FusedMlpParams params = given;
-  params.stages = ring_stages(K::kTile, Operands::kFormat, ring_offset<K>(params),
+  params.stages = ring_stages(K::kTile, K::kSet, ring_offset<K>(params),
                               limits_of(stream.device).multiprocessor_shared_bytes);
   const std::size_t bytes = shared_bytes<K>(params);
   const int blocks = resident_blocks(reinterpret_cast<const void*>(fused_mlp_kernel<K>),

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/device/e4m3_f16.cuh"
+#include "cuda/device/mma_fp8.cuh"
 #include "cuda/device/mma_sync.cuh"
 #include "cuda/formats/codes.h"
 #include "cuda/sm80/copies.cuh"
@@ -95,16 +96,15 @@ struct F16Slice {
   }
 };
 
-template <typename K, bool kIsFp8 = K::kIsFp8>
-struct SliceOf {
-  using Type =
-      std::conditional_t<K::Operands::kDecodes, DecodedSlice<typename K::Operands>, SwizzledSlice>;
-};
+/// The slice of an operand policy, as codes where its rows are FP8.
+template <typename Operands>
+using CodesOf =
+    std::conditional_t<!Operands::kDecodes, SwizzledSlice,
+                       std::conditional_t<Operands::kFormat.fp8_rows, Fp8DecodedSlice<Operands>,
+                                          DecodedSlice<Operands>>>;
 template <typename K>
-struct SliceOf<K, true> {
-  using Type = F16Slice<std::conditional_t<K::Operands::kDecodes,
-                                           Fp8DecodedSlice<typename K::Operands>, SwizzledSlice>>;
-};
+using SliceOf = std::conditional_t<K::kDecodesFp8Rows, F16Slice<CodesOf<typename K::Operands>>,
+                                   CodesOf<typename K::Operands>>;
 
 /// Operands of a K block in shared memory.
 template <typename K>
@@ -121,7 +121,7 @@ __device__ __forceinline__ void multiply_block(const BlockOperands<K>& block,
                                                const WarpgroupCoords<K>& coords,
                                                typename K::Accumulators& accumulators) {
   using Atom = MmaSyncAtom<typename K::Activation>;
-  using Slice = typename SliceOf<K>::Type;
+  using Slice = SliceOf<K>;
   constexpr int kPairs = K::kHalfSteps / 2;  // of steps, 64 bytes of token rows
   Slice slices[K::kRowBlocks];
 #pragma unroll
@@ -129,7 +129,7 @@ __device__ __forceinline__ void multiply_block(const BlockOperands<K>& block,
     slices[b] = Slice::at(block.weights + b * K::kRowBlockPitch, coords.thread(), *block.tables);
   }
   // One copy of the code for both halves where accumulators take half of the registers.
-  constexpr bool kIsFull = K::kAllAccumulators >= (K::kHasKScales ? 64 : 128);
+  constexpr bool kIsFull = K::kAllAccumulators >= (K::kPromotes ? 64 : 128);
 #pragma unroll kIsFull ? 1 : 2
   for (int half = 0; half < 2; ++half) {
     const std::uint32_t tokens = block.tokens ^ half * (kSwizzleBytes / 2);
@@ -139,7 +139,7 @@ __device__ __forceinline__ void multiply_block(const BlockOperands<K>& block,
 #pragma unroll
     for (int n = 0; n < kTokens / 8; ++n) {
       // No read of rows passes it: few are on their way at once, and the registers suffice.
-      if (!K::kIsFp8 && n > 0 && n % 4 == 0) __syncwarp();
+      if (!K::kDecodesFp8Rows && n > 0 && n % 4 == 0) __syncwarp();
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
         std::uint32_t k[4];
@@ -165,11 +165,19 @@ __device__ __forceinline__ void multiply_block(const BlockOperands<K>& block,
   }
 }
 
-/// accumulators += the sums of a K block times the scales of its tokens and weight rows.
+/// accumulators += the sums of a K block, times the scales of its tokens and weight rows.
 template <int kTokens, typename K>
 __device__ __forceinline__ void promote(const float* scales, const WarpgroupCoords<K>& coords,
                                         const typename K::Accumulators& sums,
                                         typename K::Accumulators& accumulators) {
+  if constexpr (!K::kHasKScales) {
+#pragma unroll
+    for (int b = 0; b < K::kRowBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < kTokens / 2; ++i) accumulators[b][i] += sums[b][i];
+    }
+    return;
+  }
   const float* of_tokens = scales + coords.thread() % 4 * 2;
   const float* of_rows = scales + K::kMaxTokens + coords.row_group() * K::kRowBlocks * kSlices +
                          coords.thread() / 32 * 2;
@@ -194,7 +202,7 @@ template <int kTokens, typename K>
 __device__ __forceinline__ void add_block(const BlockOperands<K>& block,
                                           const WarpgroupCoords<K>& coords,
                                           typename K::Accumulators& accumulators) {
-  if constexpr (K::kHasKScales) {
+  if constexpr (K::kPromotes) {
     typename K::Accumulators sums = {};
     multiply_block<kTokens>(block, coords, sums);
     promote<kTokens>(block.scales, coords, sums, accumulators);

@@ -31,10 +31,11 @@
 
 #include <cute/arch/cluster_sm90.hpp>
 
+#include "cuda/mlp/row_pass.cuh"
+#include "cuda/mlp/stored_rows.cuh"
 #include "cuda/mlp/tile_scheduler.cuh"
 #include "cuda/sm90/copies.cuh"
 #include "cuda/sm90/mainloop.cuh"
-#include "cuda/sm90/row_pass.cuh"
 #include "cuda/sm90/share_index.cuh"
 #include "cuda/sm90/store_tile.cuh"
 #include "cuda/sm90/store_token_rows.cuh"
@@ -131,6 +132,15 @@ __device__ inline void load_scales(SharedMemory<K>& shared, const FusedMlpParams
   }
 }
 
+/// A tile of the row pass, by the warpgroups that store tiles.
+template <typename K>
+__device__ __forceinline__ void pass_rows(SharedMemory<K>& shared, const FusedMlpParams& p,
+                                          const WorkTile& tile, int group) {
+  wait_for_previous(p);
+  wait_until_stored<true>(p, tile, count_before<K>(p, tile));
+  quantize_rows<K>(shared, p.pass.rows, tile, group);
+}
+
 template <typename K>
 __device__ __forceinline__ void multiply_tiles(SharedMemory<K>& shared, const FusedMlpParams& p) {
   const WarpgroupCoords<K> coords{__shfl_sync(~0u, static_cast<int>(threadIdx.x) / 128 - 1, 0)};
@@ -145,7 +155,7 @@ __device__ __forceinline__ void multiply_tiles(SharedMemory<K>& shared, const Fu
       if constexpr (K::kHasEpilogueWarpgroup) {
         publish_nothing(shared, count % 2 ^ 1);
       } else if constexpr (K::kHasRowPass) {
-        quantize_rows(shared, p, tile, coords);
+        pass_rows(shared, p, tile, coords.row_group());
         arrive(&shared.tile_stored[slot]);
       }
       continue;
@@ -194,7 +204,7 @@ __device__ __forceinline__ void run_epilogues(SharedMemory<K>& shared, const Fus
     const WorkTile& tile = shared.tiles[slot];
     if (tile.gemm < 0) return;
     if (is_row_pass<K>(tile)) {
-      if constexpr (K::kHasRowPass) quantize_rows(shared, p, tile, WarpgroupCoords<K>{0});
+      if constexpr (K::kHasRowPass) pass_rows(shared, p, tile, 0);
       accept_nothing(shared, count % 2);
     } else {
       store_published_tile(shared, p, tile, count % 2);

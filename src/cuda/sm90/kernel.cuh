@@ -54,6 +54,7 @@ struct Kernel {
   static_assert(kHasEpilogueWarpgroup || kKGroups == 1, "K groups meet in shared memory");
   // Whether the storing warpgroups can also quantize what GEMM 1 has stored (row_pass.cuh).
   static constexpr bool kHasRowPass = kSet.has_row_pass(kTile);
+  static constexpr RowTransform::Kind kPassKind = RowTransform::Kind::kFp8;
   static_assert(!kHasRowPass || kCluster == 1);
   static constexpr int kThreads = 128 * (1 + kWarpgroups + (kHasEpilogueWarpgroup ? 1 : 0));
 

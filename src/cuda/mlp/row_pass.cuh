@@ -1,13 +1,11 @@
-// The row pass: tiles of their own, between those of the GEMMs, in which the warpgroups that store
-// tiles quantize what GEMM 1 has stored: faster than a launch between the GEMMs in tiles of up to
-// 64 tokens.
+// The row pass: tiles of their own, between those of the GEMMs, in which warpgroups quantize what
+// GEMM 1 has stored: faster than a launch between the GEMMs where tokens are few.
 #pragma once
 
 #include "cuda/mlp/epilogue.cuh"
-#include "cuda/mlp/stored_rows.cuh"
 #include "cuda/rows/row_transform.cuh"
 
-namespace fusedmoe::cuda::sm90 {
+namespace fusedmoe::cuda {
 
 /// function(unit, value) for a thread's units of a row, of which `warps` warps have 32 each in
 /// turns; several are read at the same time. All lanes of a warp call it together, with zeros
@@ -33,23 +31,20 @@ __device__ __forceinline__ void for_units(const RowTransform& t, std::int64_t ro
   }
 }
 
-/// The rows of a tile of the row pass, by the warpgroups that store tiles: a warp takes a row, all
-/// four of a warpgroup together take one of more than 2048 values. All lanes of a warp take the
-/// same branches, and the compiler knows: else it keeps less in uniform registers.
+/// The rows of a tile of the row pass, by K::kPassWarpgroups warpgroups, of which this thread is in
+/// number `group`: a warp takes a row, all four of a warpgroup together take one of more than 2048
+/// values. All lanes of a warp take the same branches, and the compiler knows: else it keeps less
+/// in uniform registers.
 template <typename K>
-__device__ __forceinline__ void quantize_rows(SharedMemory<K>& shared, const FusedMlpParams& p,
-                                              const WorkTile& tile,
-                                              const WarpgroupCoords<K>& coords) {
+__device__ __forceinline__ void quantize_rows(SharedMemory<K>& shared, const RowTransform& t,
+                                              const WorkTile& tile, int group) {
   constexpr int kWideUnits = 256, kGroups = K::kPassWarpgroups;
   constexpr bool kIsF16 = K::Operands::kRowDType == DType::kF16;
   using Pair = std::conditional_t<kIsF16, __half2, __nv_bfloat162>;
-  const RowTransform& t = p.pass.rows;
   const bool is_wide = units_of(t) > kWideUnits;
-  const int group = coords.row_group(), warp = __shfl_sync(~0U, coords.thread() / 32, 0);
+  const int warp = __shfl_sync(~0U, static_cast<int>(threadIdx.x) % 128 / 32, 0);
   const int warps = is_wide ? 4 : 1, own_warp = is_wide ? warp : 0;
   const int end = tile.first_row + tile.num_tokens;
-  wait_for_previous(p);
-  wait_until_stored<true>(p, tile, p.gemms[0].row_blocks);
 #pragma unroll 1
   for (int row = tile.first_row + (is_wide ? group : 4 * group + warp); row < end;
        row += is_wide ? kGroups : 4 * kGroups) {
@@ -60,17 +55,17 @@ __device__ __forceinline__ void quantize_rows(SharedMemory<K>& shared, const Fus
                 [&](int, const uint4& unit) { take_larger(unit, largest); });
       float amax = amax_of_lanes<32>(larger(largest));
       if (is_wide) {
-        sync_warpgroup(coords);  // those of the row before are read
+        sync_threads(128, group);  // those of the row before are read
         shared.row_amax[group][warp] = amax;
-        sync_warpgroup(coords);
+        sync_threads(128, group);
         for (const float of_warp : shared.row_amax[group]) amax = fmaxf(amax, of_warp);
       }
-      scale = core::e4m3_row_scale(amax);
+      scale = row_scale<K::kPassKind>(amax);
     }
     for_units(t, row, own_warp, warps, [&](int unit, const uint4& raw) {
-      write_unit<RowKind::kFp8>(t, row, unit, to_fp8(t, raw, scale));
+      write_unit<K::kPassKind>(t, row, unit, convert_unit<K::kPassKind>(t, raw, 0, scale));
     });
   }
 }
 
-}  // namespace fusedmoe::cuda::sm90
+}  // namespace fusedmoe::cuda
