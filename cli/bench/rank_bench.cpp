@@ -30,7 +30,8 @@ class RankBench {
   RankBench(const RankBenchOptions& options, std::shared_ptr<Communicator> communicator,
             const RankExperts& experts, const PrepareFinalizeDescriptor& transport,
             bool fixed_sizes, std::int64_t num_tokens);
-  RankRow run();
+  /// `has_messages`: the data plane can be timed alone.
+  RankRow run(bool has_messages);
 
  private:
   void make_buffers();
@@ -351,30 +352,44 @@ void RankBench::time_steps(RankRow& row) {
   row.exposed_us = median(exposed);
 }
 
-RankRow RankBench::run() {
+RankRow RankBench::run(bool has_messages) {
   RankRow row;
   row.transport = transport_.name();
   row.fixed_sizes = fixed_sizes_;
   row.by_peer_memory = by_peer_memory();
   row.num_tokens = num_tokens_;
   time_rows(row);
-  time_bare(row);
+  if (has_messages) time_bare(row);
   if (experts_.experts) time_steps(row);
   return row;
 }
 
-/// For the most tokens: the memory that GPUs lend each other cannot grow behind the first step.
-void map_peers(const RankBenchOptions& options, Communicator& rank,
+/// For the most tokens, as the memory that GPUs lend each other cannot grow behind the first step.
+void make_room(const RankBenchOptions& options, const std::shared_ptr<Communicator>& rank,
                const PrepareFinalizeDescriptor& transport) {
-  Selection selection = select(rank_config(options, rank.rank(), rank.device()));
-  selection.prepare_finalize = &transport;
-  RankOptions most;
-  most.max_tokens_per_rank = *std::max_element(options.tokens.begin(), options.tokens.end());
-  const std::size_t bytes = selection.peer_bytes(most);
-  const std::string why = bytes > 0 ? rank.map_peers(bytes) : "the ranks are not on GPUs";
-  if (options.peer_memory == true && !why.empty()) {
-    throw Error::invalid("--peer-memory", fmt::format("--peer-memory: {}", why));
+  Context context;
+  context.ranks.communicator = rank;
+  context.ranks.max_tokens_per_rank =
+      *std::max_element(options.tokens.begin(), options.tokens.end());
+  const auto made = transport.create(rank_config(options, rank->rank(), rank->device()), context);
+  if (options.peer_memory != true || made->rows_travel().starts_with("peer memory")) return;
+  throw Error::invalid("--peer-memory", fmt::format("--peer-memory: with {} the way is {}",
+                                                    transport.name(), made->rows_travel()));
+}
+
+/// None where GPUs can but read each other's memory: all but the data plane alone is timed then.
+std::optional<RankLink> connect_and_measure(Communicator& rank) {
+  try {
+    rank.connect("the times of the data plane alone");
+  } catch (const Error& error) {
+    if (!rank.peers()) throw;
+    if (rank.rank() == 0) {
+      fmt::print(stderr, "by peer memory alone, as the ranks cannot send messages: {}\n",
+                 error.what());
+    }
+    return std::nullopt;
   }
+  return measure_link(rank);
 }
 
 }  // namespace
@@ -391,23 +406,22 @@ void run_rank_bench(const RankBenchOptions& options) {
   const std::vector<bool> sizes = travels ? std::vector{false, true} : std::vector{true};
   std::vector<RankRow> rows;
   std::string backend, device;
-  RankLink link;
+  std::optional<RankLink> link;
   double expert_bytes = 0;
   run_on_ranks(
       options.num_ranks(), options.device,
       [&](std::shared_ptr<Communicator> rank) {
         if (launched() && options.threads == 0) set_num_threads(threads_of_rank(*rank));
-        rank->connect("the times of the data plane alone");
-        const RankLink measured = measure_link(*rank);
-        const RankExperts experts = make_experts(options, rank->rank(), rank->device());
         for (const PrepareFinalizeDescriptor* transport : transports) {
-          map_peers(options, *rank, *transport);
+          make_room(options, rank, *transport);
         }
+        const std::optional<RankLink> measured = connect_and_measure(*rank);
+        const RankExperts experts = make_experts(options, rank->rank(), rank->device());
         for (const PrepareFinalizeDescriptor* transport : transports) {
           for (const bool fixed_sizes : sizes) {
             for (const std::int64_t tokens : options.tokens) {
-              const RankRow row =
-                  RankBench(options, rank, experts, *transport, fixed_sizes, tokens).run();
+              const RankRow row = RankBench(options, rank, experts, *transport, fixed_sizes, tokens)
+                                      .run(measured.has_value());
               if (rank->rank() > 0) continue;
               backend = row.by_peer_memory ? "peer memory" : rank->backend();
               device = device_name(rank->device());

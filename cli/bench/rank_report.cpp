@@ -29,19 +29,15 @@ std::string describe(const RankBenchOptions& options) {
   return fmt::format("{} ranks ({})", options.num_ranks(), text);
 }
 
-void print_notes(bool travels, bool copies, bool steps, bool together) {
-  fmt::print(
-      "\nTimes and bytes are those of the rank with most.\n"
-      "bare: the data plane alone for the same bytes.\n");
-  const std::string cached = "the link's bandwidth; above 100 % the bytes came from a cache.\n";
-  if (travels) {
-    fmt::print("sent, back: what leaves a rank in dispatch and in combine. link: their share of {}",
-               cached);
-  } else {
+void print_notes(bool travels, bool has_messages, bool copies, bool steps, bool together) {
+  fmt::print("\nTimes and bytes are those of the rank with most.\n");
+  if (has_messages) fmt::print("bare: the data plane alone for the same bytes.\n");
+  fmt::print("{}", travels ? "sent, back: what leaves a rank in dispatch and in combine.\n"
+                           : "All ranks have the same tokens, so no rows travel. combine: the sum "
+                             "over the ranks. back: what leaves a rank for it.\n");
+  if (has_messages) {
     fmt::print(
-        "All ranks have the same tokens, so no rows travel. combine: the sum over the ranks. back: "
-        "what leaves a rank for it. link: its share of {}",
-        cached);
+        "link: the share of the link's bandwidth; above 100 % the bytes came from a cache.\n");
   }
   if (together) {
     fmt::print(
@@ -63,32 +59,44 @@ void print_notes(bool travels, bool copies, bool steps, bool together) {
 }  // namespace
 
 void print_rank_table(const RankBenchOptions& options, std::string_view backend,
-                      const RankLink& link, const std::vector<RankRow>& rows) {
+                      const std::optional<RankLink>& link, const std::vector<RankRow>& rows) {
   fmt::print("{} over {}, hidden {}, topk {} of {}, {}\n", describe(options), backend,
              options.model.experts_hidden(), options.model.router.topk,
              options.model.router.num_experts, name(options.dtype));
-  fmt::print("link: {:.1f} GB/s by {}, all ranks at once\n\n", 1e-9 * link.bytes_per_second,
-             link.what);
+  if (link) {
+    fmt::print("link: {:.1f} GB/s by {}, all ranks at once\n", 1e-9 * link->bytes_per_second,
+               link->what);
+  }
   const bool travels = options.parallel(0).needs_dispatch();
   const bool copies = rows.front().copy_us > 0, steps = rows.front().step_us > 0;
-  fmt::print(
-      "{:<24} {:<6} {:>7} {}{:>9} {:>9} {:>6} {}{:>9} {:>6}{}{}\n", "transport", "sizes", "tokens",
-      travels ? fmt::format("{:>9} {:>9} {:>6} ", "dispatch", "bare", "ratio") : "", "combine",
-      "bare", "ratio", travels ? fmt::format("{:>9} {:>6} ", "sent MB", "link") : "", "back MB",
-      "link", copies ? fmt::format(" {:>9} {:>6}", "memcpy", "ratio") : "",
-      steps ? fmt::format(" {:>11} {:>11} {:>9}", "step", "experts", "exposed") : "");
-  const auto times = [](double ours, double bare) {
-    return fmt::format("{:>6.1f} us {:>6.1f} us {:>6.2f} ", ours, bare, ours / bare);
+  const auto time_of = [&](const char* name) {
+    return link ? fmt::format("{:>9} {:>9} {:>6} ", name, "bare", "ratio")
+                : fmt::format("{:>9} ", name);
   };
-  const auto moved = [](double bytes, double share) {
-    return fmt::format("{:>9.3f} {:>4.0f} %", 1e-6 * bytes, 100 * share);
+  const auto moved_of = [&](const char* name) {
+    return link ? fmt::format("{:>9} {:>6}", name, "link") : fmt::format("{:>9}", name);
+  };
+  fmt::print("\n{:<24} {:<6} {:>7} {}{}{}{}{}{}\n", "transport", "sizes", "tokens",
+             travels ? time_of("dispatch") : "", time_of("combine"),
+             travels ? moved_of("sent MB") + " " : "", moved_of("back MB"),
+             copies ? fmt::format(" {:>9} {:>6}", "memcpy", "ratio") : "",
+             steps ? fmt::format(" {:>11} {:>11} {:>9}", "step", "experts", "exposed") : "");
+  const auto times = [&](double ours, double bare) {
+    return link ? fmt::format("{:>6.1f} us {:>6.1f} us {:>6.2f} ", ours, bare, ours / bare)
+                : fmt::format("{:>6.1f} us ", ours);
+  };
+  const auto moved = [&](double bytes, const auto& share) {
+    return link ? fmt::format("{:>9.3f} {:>4.0f} %", 1e-6 * bytes, 100 * share(*link))
+                : fmt::format("{:>9.3f}", 1e-6 * bytes);
   };
   for (const RankRow& row : rows) {  // scripts/ep-check.sh reads the columns up to the second ratio
+    const auto dispatch_share = [&](const RankLink& on) { return row.dispatch_share(on); };
+    const auto combine_share = [&](const RankLink& on) { return row.combine_share(on); };
     fmt::print("{:<24} {:<6} {:>7} {}{}{}{}", row.transport, row.fixed_sizes ? "fixed" : "exact",
                row.num_tokens, travels ? times(row.dispatch_us, row.bare_dispatch_us) : "",
                times(row.combine_us, row.bare_combine_us),
-               travels ? moved(row.sent_bytes, row.dispatch_share(link)) + " " : "",
-               moved(row.returned_bytes, row.combine_share(link)));
+               travels ? moved(row.sent_bytes, dispatch_share) + " " : "",
+               moved(row.returned_bytes, combine_share));
     if (copies) fmt::print(" {:>6.1f} us {:>6.2f}", row.copy_us, row.times_of_copy());
     if (steps) {
       fmt::print(" {:>8.1f} us {:>8.1f} us {:>6.1f} us", row.step_us, row.experts_us,
@@ -97,11 +105,11 @@ void print_rank_table(const RankBenchOptions& options, std::string_view backend,
     fmt::print("\n");
   }
   const bool together = std::any_of(rows.begin(), rows.end(), std::mem_fn(&RankRow::is_one_time));
-  print_notes(travels, copies, steps, together);
+  print_notes(travels, link.has_value(), copies, steps, together);
 }
 
 void print_rank_json(const RankBenchOptions& options, std::string_view backend,
-                     const RankLink& link, const std::vector<RankRow>& rows) {
+                     const std::optional<RankLink>& link, const std::vector<RankRow>& rows) {
   const Deployment& deployment = options.deployment;
   const bool travels = options.parallel(0).needs_dispatch();
   nlohmann::ordered_json list = nlohmann::ordered_json::array();
@@ -120,19 +128,21 @@ void print_rank_json(const RankBenchOptions& options, std::string_view backend,
     object["num_tokens"] = row.num_tokens;
     if (travels) {
       object["dispatch_us"] = row.dispatch_us;
-      object["bare_dispatch_us"] = row.bare_dispatch_us;
+      if (link) object["bare_dispatch_us"] = row.bare_dispatch_us;
       object["sent_bytes"] = row.sent_bytes;
       object["gigabytes_per_second"] = row.gigabytes();
-      object["dispatch_share_of_link"] = row.dispatch_share(link);
+      if (link) object["dispatch_share_of_link"] = row.dispatch_share(*link);
       of_ranks["dispatch_us"] = row.ranks.dispatch_us;
       of_ranks["sent_bytes"] = row.ranks.sent_bytes;
     }
     object["combine_us"] = row.combine_us;
-    object["bare_combine_us"] = row.bare_combine_us;
     object["returned_bytes"] = row.returned_bytes;
-    object["combine_share_of_link"] = row.combine_share(link);
-    object["link"] = link.what;
-    object["link_gigabytes_per_second"] = 1e-9 * link.bytes_per_second;
+    if (link) {
+      object["bare_combine_us"] = row.bare_combine_us;
+      object["combine_share_of_link"] = row.combine_share(*link);
+      object["link"] = link->what;
+      object["link_gigabytes_per_second"] = 1e-9 * link->bytes_per_second;
+    }
     of_ranks["combine_us"] = row.ranks.combine_us;
     of_ranks["returned_bytes"] = row.ranks.returned_bytes;
     of_ranks["experts_us"] = row.ranks.experts_us;

@@ -1,6 +1,7 @@
 // What bench prints of ranks.
 #pragma once
 
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -42,11 +43,12 @@ struct RankRow {
   }
 };
 
+/// `link`: none where messages cannot be timed. What is said of these is left out then.
 void print_rank_table(const RankBenchOptions& options, std::string_view backend,
-                      const RankLink& link, const std::vector<RankRow>& rows);
+                      const std::optional<RankLink>& link, const std::vector<RankRow>& rows);
 /// One line.
 void print_rank_json(const RankBenchOptions& options, std::string_view backend,
-                     const RankLink& link, const std::vector<RankRow>& rows);
+                     const std::optional<RankLink>& link, const std::vector<RankRow>& rows);
 
 /// What the rows of the fewest and of the most tokens say that ranks cost: of each time the
 /// shortest, of any transport. `device`: its name. `expert_bytes`: weights of an expert.

@@ -66,9 +66,7 @@ RankRules::RankRules(const MoeConfig& config, const Context& context, bool allga
     if (no_peer_memory.empty()) way = RowWay::kPeerMemory;
   }
   if (way == RowWay::kPeerMemory) return;
-  context.ranks.communicator->connect(
-      no_peer_memory.empty() ? std::string("rows that travel")
-                             : core::format("rows that travel as messages ({})", no_peer_memory));
+  connect_for("rows that travel", no_peer_memory, *context.ranks.communicator);
   if (way == RowWay::kInPlace) return;
   records = pinned({size, record_bytes(size)}, DType::kU8, device);
 }

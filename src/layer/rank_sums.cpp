@@ -110,6 +110,10 @@ std::string peer_memory_of(const Communicator& ranks) {
   return slow.empty() ? std::string("peer memory") : "peer memory: " + slow;
 }
 
+void connect_for(std::string_view what, std::string_view why, Communicator& ranks) {
+  ranks.connect(why.empty() ? std::string(what) : core::format("{} as messages ({})", what, why));
+}
+
 void RankSums::map_peers(std::int64_t hidden, std::uint32_t layer, const TensorView& placement) {
   const bool fits = bytes(DType::kF32, hidden) <= PeerMemory::most_sum_bytes();
   no_peer_memory_ = fits ? communicator_->map_peers(PeerMemory::head_bytes())
@@ -121,8 +125,7 @@ void RankSums::map_peers(std::int64_t hidden, std::uint32_t layer, const TensorV
 
 void RankSums::connect() const {
   if (by_peers_) return;
-  const std::string why = no_peer_memory_.empty() ? "" : " as messages (" + no_peer_memory_ + ")";
-  communicator_->connect("sums of ranks with the same tokens" + why);
+  connect_for("sums of ranks with the same tokens", no_peer_memory_, *communicator_);
 }
 
 std::string RankSums::travel() const {

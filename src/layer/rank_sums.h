@@ -11,6 +11,8 @@ namespace fusedmoe::layer {
 /// What rows_travel() says of ranks that read each other's memory: "peer memory". If some of these
 /// reads are slow, ": " and which.
 std::string peer_memory_of(const Communicator& ranks);
+/// Communicator::connect() for what goes as messages. `why`: not by peer memory; may be empty.
+void connect_for(std::string_view what, std::string_view why, Communicator& ranks);
 
 /// output = sum of `partial` over the ranks of a communicator, in rank order in f32, so that every
 /// rank has the same bits. Each rank adds up a part of the tokens; the others read it where it is,

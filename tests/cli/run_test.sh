@@ -148,7 +148,7 @@ case $situation in
       --tp 2 --rows-only
     refuses '^error: --rows-only needs several ranks' "${small[@]}" --rows-only
     refuses '^error: --no-peer-memory needs several ranks' "${small[@]}" --no-peer-memory
-    refuses '^error: --peer-memory: the ranks are not on GPUs' "${small[@]}" --ep 2 --peer-memory
+    refuses '^error: --peer-memory: with all2all the way is read in place$' "${small[@]}" --ep 2 --peer-memory
     wrong '^error: --peer-memory cannot be used with --no-peer-memory$' "${small[@]}" --ep 2 \
       --peer-memory --no-peer-memory
     succeeds "${small[@]}" --ep 2 --no-peer-memory
