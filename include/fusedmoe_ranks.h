@@ -96,6 +96,16 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_get_info(
     const fusedmoe_communicator* communicator, fusedmoe_communicator_info* info);
 /* Waits for all ranks. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_barrier(fusedmoe_communicator* communicator);
+/* Collective: connects the ranks for messages now, on CUDA over NCCL, instead of when a layer whose
+ * rows are messages is made. An error of all where they cannot; the communicator stays usable. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_connect(fusedmoe_communicator* communicator);
+/* Collective: lets the GPU of each rank lend the others so many bytes, or as many as before if that
+ * is more. Layers call it when they are made, but that memory cannot grow behind the first forward:
+ * so call it before, with the largest fusedmoe_selection_peer_bytes(), where larger layers are made
+ * later. *why becomes the reason why rows and sums go as messages instead, "" where they do not; it
+ * lives until the next such call or as long as the communicator. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_map_peers(fusedmoe_communicator* communicator,
+                                                               size_t bytes, const char** why);
 /* Ends the communicator on all ranks. */
 FUSEDMOE_C_API void fusedmoe_communicator_abort(fusedmoe_communicator* communicator,
                                                 const char* reason);

@@ -74,6 +74,16 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_workspace_bytes(
 FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_packed_bytes(const fusedmoe_selection* selection,
                                                                int64_t* bytes);
 
+/* Memory that the GPU of each rank lends the others for a layer with the chosen experts, where its
+ * rows go that way: fusedmoe_communicator_map_peers(). num_ranks, each with tokens of its own,
+ * share the experts; max_tokens_per_rank, combine and combine_dtype are those of
+ * fusedmoe_layer_options. 0 on the CPU. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_peer_bytes(const fusedmoe_selection* selection,
+                                                             int32_t num_ranks,
+                                                             int64_t max_tokens_per_rank,
+                                                             int32_t combine, int32_t combine_dtype,
+                                                             size_t* bytes);
+
 /* ------------------------------------------------------------------------------------------------
  * How long a layer with the chosen experts would take on ranks that are not here: simulate() in
  * fusedmoe/simulation.h. */

@@ -62,6 +62,9 @@ struct FUSEDMOE_API Selection {
   /// sums travel that way: see Communicator::map_peers(). Depends on max_tokens_per_rank and
   /// combine_dtype. 0 on the CPU, and where rows stay on one rank. Throws Error when nothing fits.
   std::size_t peer_bytes(const RankOptions& ranks) const;
+  /// The same of a configuration of one rank, where its experts are spread over so many ranks that
+  /// have tokens of their own. Depends on RankOptions::combine, too.
+  std::size_t peer_bytes(const RankOptions& ranks, int num_ranks) const;
   /// Text table: chosen mark, experts, prepare_finalize, format, code, how it runs or why not.
   std::string table() const;
   /// The same as a JSON array of objects: chosen, experts, prepare_finalize, activation_format,

@@ -285,6 +285,28 @@ class Communicator:
         """Waits for all ranks."""
         self._handle.barrier()
 
+    def connect(self) -> None:
+        """Connects the ranks for messages now, on CUDA over NCCL. All call it.
+
+        Without it that happens when a layer whose rows are messages is made.
+
+        Raises:
+            RuntimeError: on all ranks, where they cannot; the communicator stays usable.
+        """
+        self._handle.connect()
+
+    def map_peers(self, bytes: int) -> str:
+        """Lets each rank's GPU lend the others so many bytes, or as many as before. All call it.
+
+        Layers do so when they are made, but that memory cannot grow behind the first call of one:
+        where larger layers are made later, call this before, with the largest
+        Selection.peer_bytes().
+
+        Returns:
+            Why rows and sums go as messages instead; empty: they do not.
+        """
+        return self._handle.map_peers(bytes)
+
     def together(self, step: Callable[[], T]) -> T:
         """What step() returns, once all ranks have called theirs.
 

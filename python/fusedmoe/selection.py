@@ -80,6 +80,29 @@ class Selection:
         """Memory that the packed weights will take, before any are packed. Needs no GPU either."""
         return self._handle.packed_bytes()
 
+    def peer_bytes(
+        self,
+        num_ranks: int,
+        max_tokens_per_rank: int,
+        *,
+        combine: Optional[str] = None,
+        combine_dtype: Optional[str] = None,
+    ) -> int:
+        """Memory that each GPU lends the others for a layer, for Communicator.map_peers().
+
+        Args:
+            num_ranks: that share the experts and have tokens of their own.
+            max_tokens_per_rank: as for a layer; so are
+            combine: "per_rank" or "per_slot", and
+            combine_dtype: "f32", or the layer's.
+
+        Raises:
+            NotImplementedError: where nothing fits the configuration.
+        """
+        settings = {"combine": combine, "combine_dtype": combine_dtype}
+        given = {name: value for name, value in settings.items() if value is not None}
+        return self._handle.peer_bytes(num_ranks, max_tokens_per_rank, given)
+
     def simulate(
         self,
         topk_ids: Array,

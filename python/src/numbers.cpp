@@ -11,6 +11,7 @@
 #include "fusedmoe/selection.h"
 #include "fusedmoe/simulation.h"
 #include "module.h"
+#include "ranks.h"
 #include "settings.h"
 #include "tools/machine.h"
 
@@ -251,6 +252,16 @@ void bind_numbers(nb::module_& module) {
       .def("json", &Selection::json)
       .def("candidates", &candidates_of)
       .def("packed_bytes", &Selection::packed_bytes)
+      .def(
+          "peer_bytes",
+          [](const Selection& self, int num_ranks, std::int64_t max_tokens_per_rank,
+             const nb::dict& settings) {
+            RankOptions ranks;
+            ranks.max_tokens_per_rank = max_tokens_per_rank;
+            read_combine(settings, ranks);
+            return self.peer_bytes(ranks, num_ranks);
+          },
+          nb::arg("num_ranks"), nb::arg("max_tokens_per_rank"), nb::arg("settings"))
       .def("num_experts", [](const Selection& self) { return self.config.num_experts; })
       .def("simulate", &simulate_selection, nb::arg("topk_ids").none(), nb::arg("tokens_per_rank"),
            nb::arg("placement"), nb::arg("num_hosts"), nb::arg("costs"), nb::arg("to_each_expert"))

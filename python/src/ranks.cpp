@@ -137,14 +137,7 @@ std::vector<std::tuple<std::string, double, double>> balance_loads(
 
 }  // namespace
 
-void read_ranks(const nb::dict& settings, LayerOptions& options) {
-  RankOptions& ranks = options.ranks;
-  ranks.max_tokens_per_rank = get<std::int64_t>(settings, "max_tokens_per_rank", 0);
-  ranks.receive_capacity = get<std::int64_t>(settings, "receive_capacity", 0);
-  ranks.drop_rows = get(settings, "drop_rows", false);
-  if (get(settings, "nearest_replica", false)) ranks.replica_choice = ReplicaChoice::kNearest;
-  const auto placement = get<std::string>(settings, "placement", "");
-  if (!placement.empty()) ranks.placement = ExpertPlacement::parse(placement);
+void read_combine(const nb::dict& settings, RankOptions& ranks) {
   const auto combine = get<std::string>(settings, "combine", "");
   if (combine == "per_rank") {
     ranks.combine = CombineMode::kPerRank;
@@ -155,6 +148,17 @@ void read_ranks(const nb::dict& settings, LayerOptions& options) {
   }
   const auto dtype = get<std::string>(settings, "combine_dtype", "");
   if (!dtype.empty()) ranks.combine_dtype = dtype_of(dtype, "combine_dtype");
+}
+
+void read_ranks(const nb::dict& settings, LayerOptions& options) {
+  RankOptions& ranks = options.ranks;
+  ranks.max_tokens_per_rank = get<std::int64_t>(settings, "max_tokens_per_rank", 0);
+  ranks.receive_capacity = get<std::int64_t>(settings, "receive_capacity", 0);
+  ranks.drop_rows = get(settings, "drop_rows", false);
+  if (get(settings, "nearest_replica", false)) ranks.replica_choice = ReplicaChoice::kNearest;
+  const auto placement = get<std::string>(settings, "placement", "");
+  if (!placement.empty()) ranks.placement = ExpertPlacement::parse(placement);
+  read_combine(settings, ranks);
   const auto dispatch = get<std::string>(settings, "dispatch_dtype", "");
   if (!dispatch.empty()) ranks.dispatch_dtype = dtype_of(dispatch, "dispatch_dtype");
   const nb::object communicator = item(settings, "communicator");
@@ -179,6 +183,18 @@ void bind_ranks(nb::module_& module) {
              const WithoutGil no_gil;
              self.communicator->barrier();
            })
+      .def("connect",
+           [](PyCommunicator& self) {
+             const WithoutGil no_gil;
+             self.communicator->connect();
+           })
+      .def(
+          "map_peers",
+          [](PyCommunicator& self, std::size_t bytes) {
+            const WithoutGil no_gil;
+            return self.communicator->map_peers(bytes);
+          },
+          nb::arg("bytes"))
       .def("together",
            [](PyCommunicator& self, const std::string& failure) {
              const WithoutGil no_gil;

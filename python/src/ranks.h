@@ -18,6 +18,8 @@ struct PyCommunicator {
   std::shared_ptr<Communicator> communicator;
 };
 
+/// "combine" and "combine_dtype".
+void read_combine(const nb::dict& settings, RankOptions& ranks);
 /// Sets the communicator and its options from the settings that belong to ranks.
 void read_ranks(const nb::dict& settings, LayerOptions& options);
 

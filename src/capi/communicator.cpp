@@ -191,6 +191,20 @@ fusedmoe_status fusedmoe_communicator_barrier(fusedmoe_communicator* communicato
   return guarded([&] { given(communicator, "communicator").communicator->barrier(); });
 }
 
+fusedmoe_status fusedmoe_communicator_connect(fusedmoe_communicator* communicator) {
+  return guarded([&] { given(communicator, "communicator").communicator->connect(); });
+}
+
+fusedmoe_status fusedmoe_communicator_map_peers(fusedmoe_communicator* communicator, size_t bytes,
+                                                const char** why) {
+  return guarded([&] {
+    fusedmoe_communicator& ranks = given(communicator, "communicator");
+    given(why, "why");
+    ranks.without_peers = ranks.communicator->map_peers(bytes);
+    *why = ranks.without_peers.c_str();
+  });
+}
+
 void fusedmoe_communicator_abort(fusedmoe_communicator* communicator, const char* reason) {
   if (communicator) communicator->communicator->abort(reason ? reason : "aborted");
 }

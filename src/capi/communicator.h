@@ -8,4 +8,5 @@
 struct fusedmoe_communicator {
   std::shared_ptr<fusedmoe::Communicator> communicator;
   std::string backend;
+  std::string without_peers;  // what map_peers() has said
 };

@@ -121,6 +121,11 @@ std::int32_t check_enum(std::int32_t value, std::int32_t count, const std::strin
   return value;
 }
 
+std::optional<CombineMode> to_combine(std::int32_t combine, const std::string& name) {
+  if (check_enum(combine, 3, name) == 0) return std::nullopt;
+  return combine == 1 ? CombineMode::kPerRank : CombineMode::kPerSlot;
+}
+
 RouterConfig to_router(const fusedmoe_router_config* config, const char* name) {
   const fusedmoe_router_config c = read_given_struct(config, name);
   RouterConfig result;

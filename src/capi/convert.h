@@ -35,6 +35,8 @@ RouterConfig to_router(const fusedmoe_router_config* config, const char* name);
 
 /// A flag's 0 is false; an enumeration's value must be below `count`.
 std::int32_t check_enum(std::int32_t value, std::int32_t count, const std::string& name);
+/// `combine` of fusedmoe_layer_options.
+std::optional<CombineMode> to_combine(std::int32_t combine, const std::string& name);
 
 /// What fusedmoe_expert_weights holds, in the form that fused_experts() takes.
 struct StackedExperts {

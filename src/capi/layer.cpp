@@ -23,9 +23,7 @@ RankOptions to_rank_options(const fusedmoe_layer_options& o) {
   ranks.receive_capacity = o.receive_capacity;
   ranks.drop_rows = o.drop_rows != 0;
   if (o.nearest_replica) ranks.replica_choice = ReplicaChoice::kNearest;
-  if (const auto combine = check_enum(o.combine, 3, "options.combine")) {
-    ranks.combine = combine == 1 ? CombineMode::kPerRank : CombineMode::kPerSlot;
-  }
+  ranks.combine = to_combine(o.combine, "options.combine");
   if (o.dispatch_dtype) {
     ranks.dispatch_dtype = to_dtype(o.dispatch_dtype, "options.dispatch_dtype");
   }

@@ -166,6 +166,21 @@ fusedmoe_status fusedmoe_selection_packed_bytes(const fusedmoe_selection* select
   });
 }
 
+fusedmoe_status fusedmoe_selection_peer_bytes(const fusedmoe_selection* selection,
+                                              int32_t num_ranks, int64_t max_tokens_per_rank,
+                                              int32_t combine, int32_t combine_dtype,
+                                              size_t* bytes) {
+  return guarded([&] {
+    given(bytes, "bytes");
+    fusedmoe::RankOptions ranks;
+    ranks.max_tokens_per_rank = max_tokens_per_rank;
+    ranks.combine = fusedmoe::capi::to_combine(combine, "combine");
+    if (combine_dtype)
+      ranks.combine_dtype = fusedmoe::capi::to_dtype(combine_dtype, "combine_dtype");
+    *bytes = given(selection, "selection").selection.peer_bytes(ranks, num_ranks);
+  });
+}
+
 fusedmoe_status fusedmoe_selection_simulate(const fusedmoe_selection* selection,
                                             const fusedmoe_simulation* simulation,
                                             const fusedmoe_tensor* topk_ids,

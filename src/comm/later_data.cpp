@@ -25,7 +25,7 @@ void LaterData::exchange(std::span<const Message> sends, std::span<const Message
   if (!made_ && is_capturing(stream)) {
     throw Error::invalid("stream",
                          "a graph cannot record the first messages between ranks, as these connect "
-                         "for it: call Communicator::connect() before");
+                         "for it: call connect() of the communicator before");
   }
   connect();
   made_->exchange(sends, receives, stream, waiting);

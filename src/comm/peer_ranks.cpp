@@ -94,7 +94,8 @@ std::string Communicator::map_peers(std::size_t bytes) {
   if (std::count(states.begin(), states.end(), "used") > 0) {
     return core::format(
         "this layer needs {} bytes of memory that the GPUs map, but layers of {} have run, and "
-        "graphs hold addresses in them: make the largest layer first, or call map_peers() before",
+        "graphs hold addresses in them: make the largest layer first, or call map_peers() of the "
+        "communicator before any has run",
         bytes, impl.peers->bytes());
   }
   std::shared_ptr<PeerMemory> made;

@@ -278,6 +278,20 @@ std::size_t Selection::peer_bytes(const RankOptions& ranks) const {
   return layer::PeerRows::arena_bytes(config, ranks, num_ranks);
 }
 
+std::size_t Selection::peer_bytes(const RankOptions& ranks, int num_ranks) const {
+  layer::check_chosen(*this);
+  FUSEDMOE_CHECK(num_ranks >= 1, "num_ranks", core::to_string(num_ranks), "at least 1");
+  FUSEDMOE_CHECK(ranks.max_tokens_per_rank >= 1, "max_tokens_per_rank",
+                 core::to_string(ranks.max_tokens_per_rank), "at least 1");
+  Selection spread = *this;
+  MoeConfig& all = spread.config;
+  all.parallel = ParallelConfig::of({.dp_size = num_ranks, .expert_parallel = true});
+  all.combine =
+      ranks.combine.value_or(all.batch_invariant ? CombineMode::kPerSlot : CombineMode::kPerRank);
+  spread.prepare_finalize = &all2all();
+  return spread.peer_bytes(ranks);
+}
+
 Context make_context() {
   Context context;
   context.tuned = &tuned_configs();

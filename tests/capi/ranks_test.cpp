@@ -45,6 +45,23 @@ TEST(CRanksTest, ThreadsGiveTheBitsOfOneRank) {
   EXPECT_STREQ(fusedmoe_last_error(), "rank 1: enough");
 }
 
+TEST(CRanksTest, RanksConnectAndMapEachOtherWhenAsked) {
+  fusedmoe_communicator* made[kRanks] = {};
+  const auto options = patient();
+  ASSERT_OK(fusedmoe_communicator_create_threads(kRanks, &options, made));
+  const Handle<fusedmoe_communicator> first(made[0]), second(made[1]);
+  on_two_threads([&](int rank) {
+    EXPECT_OK(fusedmoe_communicator_connect(made[rank]));
+    const char* why = nullptr;
+    EXPECT_OK(fusedmoe_communicator_map_peers(made[rank], 1 << 20, &why));
+    EXPECT_STREQ(why, "the ranks are on CPUs");
+  });
+  EXPECT_EQ(fusedmoe_communicator_map_peers(made[0], 1, nullptr), FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_EQ(fusedmoe_communicator_connect(nullptr), FUSEDMOE_INVALID_ARGUMENT);
+  fusedmoe_communicator_abort(made[1], "enough");
+  EXPECT_EQ(fusedmoe_communicator_connect(made[0]), FUSEDMOE_COMMUNICATION);
+}
+
 TEST(CRanksTest, AnEnginesCollectiveFindsTheRanks) {
   fusedmoe_communicator* threads[kRanks] = {};
   const auto options = patient();

@@ -46,6 +46,33 @@ TEST(CSelectionTest, AnswersForAGpuThatIsNotHere) {
   EXPECT_NE(fusedmoe_selection_workspace_bytes(found, 1, 0, &small), FUSEDMOE_OK);
 }
 
+TEST(CSelectionTest, TellsWhatGpusLendEachOther) {
+  auto config = sized<fusedmoe_moe_config>();
+  config.num_experts = 8;
+  config.topk = 4;
+  config.hidden = config.intermediate = 512;
+  config.device_type = FUSEDMOE_CUDA;
+  config.compute_capability = 90;
+  fusedmoe_selection* found = nullptr;
+  ASSERT_OK(fusedmoe_explain(&config, &found));
+  const Handle<fusedmoe_selection> selection(found);
+  const auto bytes_of = [&](int32_t num_ranks, int64_t tokens, int32_t combine, int32_t dtype) {
+    std::size_t bytes = 0;
+    EXPECT_OK(fusedmoe_selection_peer_bytes(found, num_ranks, tokens, combine, dtype, &bytes));
+    return static_cast<std::int64_t>(bytes);
+  };
+  const std::int64_t per_rank = bytes_of(4, 1000, 0, FUSEDMOE_NONE);
+  const std::int64_t results = std::int64_t{4} * 1000 * 512;
+  EXPECT_EQ(bytes_of(4, 1000, 1, FUSEDMOE_F32) - per_rank, results * 2);
+  EXPECT_EQ(bytes_of(4, 1000, 2, FUSEDMOE_NONE) - per_rank, results * (4 * 4 - 2));
+  EXPECT_EQ(bytes_of(1, 1000, 0, FUSEDMOE_NONE), 0);
+  std::size_t bytes = 0;
+  EXPECT_EQ(fusedmoe_selection_peer_bytes(found, 0, 1000, 0, 0, &bytes), FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_STREQ(fusedmoe_last_error(), "num_ranks: was 0; must be at least 1");
+  EXPECT_EQ(fusedmoe_selection_peer_bytes(found, 2, 0, 0, 0, &bytes), FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_EQ(fusedmoe_selection_peer_bytes(found, 2, 1, 3, 0, &bytes), FUSEDMOE_INVALID_ARGUMENT);
+}
+
 TEST(CSelectionTest, SimulatesRanksThatAreNotHere) {
   auto config = sized<fusedmoe_moe_config>();
   config.num_experts = 4;

@@ -73,6 +73,23 @@ def test_ranks_that_are_not_here_are_simulated():
             selection.simulate(ids, **{**known, **wrong})
 
 
+def test_ranks_connect_and_map_each_other_when_asked():
+    communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
+    assert run_threads(lambda r: communicators[r].connect()) == [None, None]
+    why = run_threads(lambda r: communicators[r].map_peers(1 << 20))
+    assert why == ["the ranks are on CPUs"] * 2
+    shape = dict(num_experts=8, topk=4, hidden=512, intermediate=512)
+    assert fusedmoe.explain(**shape).peer_bytes(4, 1000) == 0
+    there = fusedmoe.explain(**shape, device="cuda", compute_capability=90)
+    more = there.peer_bytes(4, 1000, combine="per_slot") - there.peer_bytes(4, 1000)
+    assert more == 4 * 1000 * 512 * (4 * 4 - 2)
+    assert there.peer_bytes(4, 1000, combine_dtype="f32") > there.peer_bytes(4, 1000)
+    with pytest.raises(ValueError, match="num_ranks: was 0"):
+        there.peer_bytes(0, 1000)
+    with pytest.raises(ValueError, match="combine"):
+        there.peer_bytes(2, 1000, combine="per_row")
+
+
 def test_rows_that_do_not_fit_are_counted():
     communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
 
