@@ -22,7 +22,7 @@ build_seconds=330
 test_seconds=200
 bench_seconds=60  # each number of GPUs and transport
 tests=(cuda_rank_rows_test cuda_ranks_test cuda_rank_deployments_test cuda_rank_hooks_test
-  cuda_rank_failures_test cuda_peer_memory_test cuda_peer_sums_test
+  cuda_rank_failures_test cuda_peer_memory_test cuda_peer_set_up_test cuda_peer_sums_test
   cuda_peer_failures_test)
 
 . scripts/check-steps.sh

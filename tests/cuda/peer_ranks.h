@@ -11,6 +11,7 @@
 #include "../unit/layer_problem.h"
 #include "fusedmoe/selection.h"
 #include "gpu_ranks.h"
+#include "testing/compare.h"
 
 namespace fusedmoe::testing {
 
@@ -97,6 +98,21 @@ inline void run_all(const std::vector<std::unique_ptr<MoeLayer>>& layers,
 
 inline void wait_for_all(const std::vector<std::unique_ptr<MoeLayer>>& layers) {
   for (const auto& layer : layers) synchronize(Stream{layer->config().device});
+}
+
+/// One GPU for all ranks, or all GPUs.
+inline std::vector<int> gpu_counts() {
+  std::vector<int> counts{1};
+  if (cuda_device_count() > 1) counts.push_back(cuda_device_count());
+  return counts;
+}
+
+inline void expect_as_one(const Tensor& output, const Tensor& expected, bool exact, int rank) {
+  if (exact) {
+    EXPECT_TRUE(bitwise_equal(output, expected)) << "rank " << rank;
+  } else {
+    EXPECT_LE(compare(output, expected).max_norm_relative, kTolerance) << "rank " << rank;
+  }
 }
 
 }  // namespace fusedmoe::testing
