@@ -57,6 +57,21 @@ __device__ void add_parts(float (&sums)[kWidth], int parts, const PartOf& part_o
   }
 }
 
+/// Launches the kernel of a sum for so many tokens: kernel_of(width), as dispatch_width() finds it
+/// for rows at these addresses. The other arguments are those of launch_teams().
+template <typename Row, typename KernelOf, typename Params, typename... Pointers>
+void launch_sum(const KernelOf& kernel_of, Params p, std::int64_t num_tokens, bool overlap_previous,
+                bool together, Stream stream, Pointers... rows) {
+  dispatch_width<Row>(
+      p.hidden,
+      [&](auto width) {
+        p.chunks = chunks_of<decltype(width)::value>(p.hidden);
+        launch_teams<SumTeam>(kernel_of(width), num_tokens * p.chunks, stream, overlap_previous, p,
+                              together);
+      },
+      rows...);
+}
+
 /// Calls function(Row{}, Output{}) for all that a sum may be of.
 template <typename Function>
 void each_row_and_output(const Function& function) {

@@ -122,15 +122,9 @@ void sum_parts(const PeerPlace& place, const PeerParts& parts, SumPhases phases,
     if (takes_two_shots(ranks, num_tokens * row_bytes)) {
       p.share = static_cast<std::int32_t>(core::ceil_div(num_tokens, ranks));
     }
-    dispatch_width<Row>(
-        hidden,
-        [&](auto width) {
-          constexpr int kWidth = decltype(width)::value;
-          p.chunks = chunks_of<kWidth>(hidden);
-          launch_teams<SumTeam>(sum_parts_kernel<Row, Output, kWidth>, num_tokens * p.chunks,
-                                stream, p.tells && num_tokens > 0, p, true);
-        },
-        p.partial, p.output, p.output + p.output_stride);
+    launch_sum<Row>([](auto width) { return sum_parts_kernel<Row, Output, width>; }, p, num_tokens,
+                    p.tells && num_tokens > 0, true, stream, p.partial, p.output,
+                    p.output + p.output_stride);
   };
   dispatch_row_and_output(parts.partial.dtype(), parts.output.dtype(), launch_kernel);
 }

@@ -102,15 +102,9 @@ void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& su
     p.accumulate = sum.accumulate;
     p.tells = follows == SumFollows::kExperts;
     const auto* results = reinterpret_cast<const char*>(&place.peers.own()) + step.results;
-    dispatch_width<Row>(
-        hidden,
-        [&](auto width) {
-          constexpr int kWidth = decltype(width)::value;
-          p.chunks = chunks_of<kWidth>(hidden);
-          launch_teams<SumTeam>(sum_results_kernel<Row, Output, kWidth>, num_tokens * p.chunks,
-                                stream, follows != SumFollows::kOther, p);
-        },
-        results, p.output, p.output + p.output_stride);
+    launch_sum<Row>([](auto width) { return sum_results_kernel<Row, Output, width>; }, p,
+                    num_tokens, follows != SumFollows::kOther, false, stream, results, p.output,
+                    p.output + p.output_stride);
   };
   dispatch_row_and_output(sum.results, sum.output.dtype(), launch_kernel);
 }
