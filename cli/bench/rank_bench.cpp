@@ -373,6 +373,7 @@ void make_room(const RankBenchOptions& options, const std::shared_ptr<Communicat
       *std::max_element(options.tokens.begin(), options.tokens.end());
   const auto made = transport.create(rank_config(options, rank->rank(), rank->device()), context);
   if (options.peer_memory != true || made->rows_travel().starts_with("peer memory")) return;
+  rank->barrier();  // so that none hears of it from another
   throw Error::invalid("--peer-memory", fmt::format("--peer-memory: with {} the way is {}",
                                                     transport.name(), made->rows_travel()));
 }
