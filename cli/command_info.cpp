@@ -68,7 +68,7 @@ const std::vector<Kind>& kinds() {
       {"MODEL", "a published model by name, of which only the shapes are used: gpt-oss-20b, ...",
        false, model_preset_names},
       {"EXPERTS",
-       "an implementation: cpu, sm90 (Hopper GPUs), sm89 (FP8 on Ada and GeForce Blackwell), sm80 "
+       "an implementation: cpu, sm90 (Hopper GPUs), sm89 (FP8 on GPUs of 8.9 and 12.x), sm80 "
        "(GPUs since Ampere) or reference (slow, the specification); behind a + also how rows reach "
        "it: cpu+no_ep, cpu+batched, "
        "cpu+all2all, cpu+allgather_reducescatter",

@@ -3,9 +3,9 @@
 # nvidia-cutlass wheel, or where pip puts it to build ours. AUTO is ON where nvcc is. Without the
 # headers both fail: nobody gets a library without CUDA by surprise.
 #
-# FUSEDMOE_CUDA_ARCHS are the compute capabilities that there is machine code for, 90a among them, 89,
-# for kernels that multiply FP8 alone, and 80, whose PTX the driver compiles for GPUs that are not in
-# the list. From it come FUSEDMOE_CUDA_ARCHITECTURES, the property CUDA_ARCHITECTURES of every target
+# FUSEDMOE_CUDA_ARCHS are the compute capabilities that there is machine code for. Three are required:
+# 80, whose PTX the driver compiles for GPUs that are not in the list; 89, for which only the FP8
+# kernels are compiled (sm89); and 90a (sm90). From it come FUSEDMOE_CUDA_ARCHITECTURES, the property CUDA_ARCHITECTURES of every target
 # with kernels, and those of the families sm80, sm89 and sm90, whatever a project around this one,
 # CMAKE_CUDA_ARCHITECTURES or CUDAARCHS say for others.
 set(FUSEDMOE_CUDA_ARCHS "80;89;90a" CACHE STRING "Compute capabilities to compile kernels for")
@@ -13,6 +13,12 @@ set(FUSEDMOE_CUDA_ARCHS "80;89;90a" CACHE STRING "Compute capabilities to compil
 option(FUSEDMOE_TEST_PTX_89 "PTX of the FP8 kernels of 8.9, to test them on a later GPU" OFF)
 set(CUTLASS_ROOT "" CACHE PATH "Folder with include/cute and include/cutlass; default: the wheel's")
 
+foreach(needed 80 89 90a)
+  if(NOT needed IN_LIST FUSEDMOE_CUDA_ARCHS)
+    message(FATAL_ERROR "FUSEDMOE_CUDA_ARCHS is ${FUSEDMOE_CUDA_ARCHS}; it must name ${needed}. A build "
+      "folder may remember an older default: -U FUSEDMOE_CUDA_ARCHS.")
+  endif()
+endforeach()
 set(FUSEDMOE_HAVE_CUDA ${FUSEDMOE_CUDA})
 if(FUSEDMOE_CUDA STREQUAL "AUTO")
   include(CheckLanguage)
@@ -32,11 +38,6 @@ if(FUSEDMOE_HAVE_CUDA)
       "name a copy by CUTLASS_ROOT, or build without CUDA by -DFUSEDMOE_CUDA=OFF "
       "(pip: -C cmake.define.FUSEDMOE_CUDA=OFF).")
   endif()
-  foreach(needed 80 89 90a)
-    if(NOT needed IN_LIST FUSEDMOE_CUDA_ARCHS)
-      message(FATAL_ERROR "FUSEDMOE_CUDA_ARCHS is ${FUSEDMOE_CUDA_ARCHS}; it must name ${needed}.")
-    endif()
-  endforeach()
   if(NOT CMAKE_CUDA_COMPILER_LOADED)
     # With what the compiler is tried: else the environment may name what it does not know.
     set(CMAKE_CUDA_ARCHITECTURES 80-real)

@@ -41,7 +41,7 @@ enum class CombineMode {
   kPerRank,
   /// One row from each expert, in f32; the origin weights and adds them in slot order, as one rank
   /// would: the same bits for every number of ranks and every placement, where the experts do not
-  /// depend on the batch and weight rows when they sum them (`cpu`; `sm90` but for f16).
+  /// depend on the batch and weight rows when they sum them (`cpu`; GPUs but for f16).
   kPerSlot,
 };
 FUSEDMOE_API std::string_view name(CombineMode mode);
@@ -319,7 +319,10 @@ class FUSEDMOE_API ExpertsDescriptor {
   virtual bool routes_faster() const { return false; }
   /// What the kernels are compiled for: "avx512_bf16", "sm_90a", "generic".
   virtual std::string_view instruction_set() const = 0;
-  /// Of the packed weights; another number is another layout.
+  /// Name of the layout of packed weights. Experts with the same name take each other's files of
+  /// them. The default: name().
+  virtual std::string_view layout() const { return name(); }
+  /// Of that layout; another number is another one.
   virtual int layout_version() const = 0;
   /// Bytes that packed weights of the configuration will take: PackedWeights::nbytes() where the
   /// scales have the dtype that the scheme says, never less. Needs neither weights nor a device;

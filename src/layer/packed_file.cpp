@@ -28,7 +28,7 @@ std::vector<std::pair<std::string, std::string>> describe(const Experts& experts
                                                           const PackedWeights::Info& info) {
   const ResolvedActivation& a = info.activation;
   return {{"format", kFormat},
-          {"packed_for", std::string(experts.descriptor().name())},
+          {"packed_for", std::string(experts.descriptor().layout())},
           {"layout_version", core::to_string(experts.descriptor().layout_version())},
           {"scheme", name(info.scheme)},
           {"num_experts", core::to_string(info.num_experts)},

@@ -41,6 +41,11 @@ TEST(DeviceCodeTest, EveryGpuHasCodeOfItsKernels) {
     EXPECT_TRUE(code_for(sm80_family().architectures(), capability)) << capability;
   }
   EXPECT_EQ(code(sm89_family().architectures(), 89), "machine code for 8.9");
+  EXPECT_EQ(code("89-real 120-real", 121), "machine code for 12.0") << "sm89 in a wheel";
+  for (const int capability : {89, 120, 121}) EXPECT_TRUE(sm89_family().runs_on(capability));
+  for (const int capability : {86, 90, 100, 103, 110}) {
+    EXPECT_FALSE(sm89_family().runs_on(capability)) << capability;
+  }
 }
 
 TEST(DeviceLimitsTest, RowsInF32StayInASmallL2) {

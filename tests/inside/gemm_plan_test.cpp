@@ -214,6 +214,8 @@ TEST(Sm80PlanTest, ALaunchTakesFewerStagesWhereTwoBlocksThenFitAMultiprocessor) 
   EXPECT_EQ(stages["mxfp4 128x16k1s4d2r2"], 3);
   EXPECT_EQ(stages["bf16 128x16k1s4r2"], 2);
   EXPECT_EQ(stages["bf16 128x128k1s2r2"], 2);
+  EXPECT_EQ(stages["native fp8 128x32k1s3r2"], 2);
+  EXPECT_EQ(stages["native w4a8 128x64k1s4r2"], 2);
 }
 
 TEST(GemmPlanTest, NothingToDoHasAValidPlanToo) {

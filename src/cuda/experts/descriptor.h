@@ -20,7 +20,8 @@ class FamilyDescriptor final : public ExpertsDescriptor {
   bool expects_unquantized_inputs(const QuantScheme&) const override { return true; }
   bool takes_quantized_inputs(const QuantScheme& scheme) const override;
   std::string_view instruction_set() const override { return instruction_set_; }
-  /// Of packed blocks, which are the same for every family.
+  /// Packed blocks are the same for every family.
+  std::string_view layout() const override { return "cuda"; }
   int layout_version() const override { return 3; }
   std::int64_t packed_bytes(const MoeConfig& config) const override;
   std::shared_ptr<const Experts> create(const MoeConfig& config,

@@ -114,7 +114,7 @@ struct FusedMlpParams {
   ResolvedActivation activation{};
   /// Of what GEMM 1 stores, with two GEMMs. For operands whose WeightFormat::quantizes_rows is set.
   RowQuantizer quantizer;
-  /// How tiles between those of the GEMMs quantize what GEMM 1 stores, to FP8.
+  /// How tiles between those of the GEMMs quantize what GEMM 1 stores.
   RowPass pass;
   /// Add up each row in one order, whatever else is in its tile (KernelFamily::keeps_order).
   bool batch_invariant = false;

@@ -33,10 +33,10 @@ __device__ inline int count_of_stored(const FusedMlpParams& p, const WorkTile& t
   return stored;
 }
 
-/// Where the counter of its token tile is when the rows that a tile reads are there: one of the row
-/// pass, or of GEMM 2.
+/// The count of its token tile from which on the rows that a tile reads are there: those that GEMM
+/// 1 stores for one of the row pass, those that the pass stores for one of GEMM 2.
 template <typename K>
-__device__ inline int count_before(const FusedMlpParams& p, const WorkTile& tile) {
+__device__ inline int count_needed(const FusedMlpParams& p, const WorkTile& tile) {
   const int count = p.gemms[0].row_blocks;
   return K::kHasRowPass && tile.gemm == 1 ? count + p.pass.tiles : count;
 }
@@ -60,7 +60,7 @@ __device__ inline void wait_until_stored(const FusedMlpParams& p, const WorkTile
 /// For a tile of GEMM 2.
 template <typename K>
 __device__ inline void wait_for_rows(const FusedMlpParams& p, const WorkTile& tile) {
-  wait_until_stored(p, tile, count_before<K>(p, tile));
+  wait_until_stored(p, tile, count_needed<K>(p, tile));
 }
 
 }  // namespace fusedmoe::cuda

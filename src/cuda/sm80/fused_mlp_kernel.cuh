@@ -62,14 +62,15 @@ class TileQueue {
     ++next_;
     state_ = State::kNone;
   }
-  /// The same where its operands take no place in the ring: all have read it, behind a barrier.
+  /// Drops a tile of the row pass, which has no operands: the next one takes its slot. Behind a
+  /// barrier after it was read last.
   __device__ __forceinline__ void skip() { state_ = State::kNone; }
 
  private:
   enum class State : std::uint8_t { kNone, kAsked, kWritten, kThere };
 
   __device__ __forceinline__ bool rows_are_stored(const WorkTile& tile) const {
-    return count_of_stored(p_, tile) >= count_before<K>(p_, tile);
+    return count_of_stored(p_, tile) >= count_needed<K>(p_, tile);
   }
 
   SharedMemory<K>& shared_;
@@ -164,7 +165,8 @@ __global__ void __launch_bounds__(K::kThreads, K::kBlocks)
               if (queue.can_start()) {
                 quantize_rows<K>(shared, params.pass.rows, *next, coords.warpgroup);
                 __syncthreads();
-                if (threadIdx.x == 0) count_stored(params, next->token_tile, 1);
+                if (threadIdx.x == 0)
+                  count_stored(params, next->token_tile, count_of<K>(params, *next));
                 queue.skip();
                 queue.ask();
               }

@@ -165,19 +165,11 @@ __device__ __forceinline__ void multiply_block(const BlockOperands<K>& block,
   }
 }
 
-/// accumulators += the sums of a K block, times the scales of its tokens and weight rows.
+/// accumulators += the sums of a K block times the scales of its tokens and weight rows.
 template <int kTokens, typename K>
 __device__ __forceinline__ void promote(const float* scales, const WarpgroupCoords<K>& coords,
                                         const typename K::Accumulators& sums,
                                         typename K::Accumulators& accumulators) {
-  if constexpr (!K::kHasKScales) {
-#pragma unroll
-    for (int b = 0; b < K::kRowBlocks; ++b) {
-#pragma unroll
-      for (int i = 0; i < kTokens / 2; ++i) accumulators[b][i] += sums[b][i];
-    }
-    return;
-  }
   const float* of_tokens = scales + coords.thread() % 4 * 2;
   const float* of_rows = scales + K::kMaxTokens + coords.row_group() * K::kRowBlocks * kSlices +
                          coords.thread() / 32 * 2;
@@ -197,6 +189,17 @@ __device__ __forceinline__ void promote(const float* scales, const WarpgroupCoor
   }
 }
 
+/// The same without scales.
+template <int kTokens, typename K>
+__device__ __forceinline__ void add_sums(const typename K::Accumulators& sums,
+                                         typename K::Accumulators& accumulators) {
+#pragma unroll
+  for (int b = 0; b < K::kRowBlocks; ++b) {
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i) accumulators[b][i] += sums[b][i];
+  }
+}
+
 /// accumulators += a K block, of the first kTokens tokens.
 template <int kTokens, typename K>
 __device__ __forceinline__ void add_block(const BlockOperands<K>& block,
@@ -205,7 +208,11 @@ __device__ __forceinline__ void add_block(const BlockOperands<K>& block,
   if constexpr (K::kPromotes) {
     typename K::Accumulators sums = {};
     multiply_block<kTokens>(block, coords, sums);
-    promote<kTokens>(block.scales, coords, sums, accumulators);
+    if constexpr (K::kHasKScales) {
+      promote<kTokens>(block.scales, coords, sums, accumulators);
+    } else {
+      add_sums<kTokens, K>(sums, accumulators);
+    }
   } else {
     multiply_block<kTokens>(block, coords, accumulators);
   }

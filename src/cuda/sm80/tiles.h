@@ -19,8 +19,8 @@ inline constexpr TileShape kTilesAsIs[] = {
     {64, 1, 1, 2, 1, false, 3}, {128, 1, 1, 2, 1, false, 2},
 };
 
-/// Of weights that are decoded from 4 KB for each 128 bytes of token rows: 8-bit weights, and 4-bit
-/// weights where FP8 is multiplied as it is.
+/// Of packed blocks of 4 KB for 128 bytes of a token row: 8-bit weights that are decoded to 16
+/// bits, and 4-bit weights that are decoded to FP8 and multiplied as it is.
 inline constexpr TileShape kTiles8Bit[] = {
     {16, 1, 2, 1, 1, false, 4},
     {16, 1, 1, 2, 1, false, 5},
@@ -67,10 +67,11 @@ struct KernelSet {
   /// Whether tiles of this shape can quantize rows between the GEMMs: FusedMlpParams::pass. With
   /// more tokens a launch between the GEMMs is up to 10 % faster (H200), as more warps read rows.
   constexpr bool has_row_pass(const TileShape& tile) const {
-    return format->coded_rows() && tile.max_tokens <= 32;
+    return format && format->coded_rows() && tile.max_tokens <= 32;
   }
   constexpr bool has_f16_rows_of_fp8() const { return format->fp8_rows && fp8 == Fp8::kAsF16; }
-  /// Whether the tensor cores add up FP8 products, less exactly than fp32: over one K block only.
+  /// Whether the tensor cores multiply FP8 itself. They add the products less exactly than fp32, so
+  /// each K block is summed up apart.
   constexpr bool is_native_fp8() const { return format->fp8_rows && fp8 == Fp8::kNative; }
 };
 

@@ -137,7 +137,7 @@ template <typename K>
 __device__ __forceinline__ void pass_rows(SharedMemory<K>& shared, const FusedMlpParams& p,
                                           const WorkTile& tile, int group) {
   wait_for_previous(p);
-  wait_until_stored<true>(p, tile, count_before<K>(p, tile));
+  wait_until_stored<true>(p, tile, count_needed<K>(p, tile));
   quantize_rows<K>(shared, p.pass.rows, tile, group);
 }
 
