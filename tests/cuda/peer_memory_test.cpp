@@ -3,12 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <set>
 
 #include "moe/peer_memory.h"
 #include "peer_ranks.h"
-#include "testing/random.h"
 
 namespace fusedmoe::testing {
 namespace {
@@ -55,104 +52,6 @@ TEST_F(PeerMemoryTest, RanksGiveTheOutputOfOneGpu) {
             }
           }
         }
-      }
-    }
-  }
-}
-
-/// A layer of random sizes, placed at random, with several copies of some experts.
-struct RandomLayer {
-  Case spec;
-  int size;
-  std::int64_t most;
-  bool exact, allgather, sum_in_f32, quantized;
-  ExpertPlacement placement;
-
-  explicit RandomLayer(Random& random) {
-    constexpr const char* kSchemes[] = {"bf16", "fp8_block", "fp8_channel_token", "mxfp4_w4a16"};
-    size = static_cast<int>(2 + random.below(7));
-    spec.num_experts = 3 + random.below(18);
-    spec.topk = 1 + random.below(std::min<std::int64_t>(spec.num_experts, 6));
-    spec.hidden = 128 * (1 + random.below(4));
-    spec.intermediate = 128;
-    spec.scheme = parse_scheme(kSchemes[random.below(4)]);
-    spec.seed = random.bits();
-    most = 1 + random.below(40);
-    exact = random.below(2) == 0;
-    allgather = random.below(3) == 0;
-    sum_in_f32 = random.below(3) == 0;
-    quantized = spec.scheme.activations && random.below(2) == 0;  // rows travel so
-    std::vector<std::int32_t> experts, places;
-    for (std::int64_t e = 0; e < spec.num_experts; ++e) {
-      std::set<std::int32_t> of_expert;
-      const std::int64_t copies = random.below(4) == 0 ? 2 : 1;
-      while (static_cast<std::int64_t>(of_expert.size()) < copies) {
-        of_expert.insert(static_cast<std::int32_t>(random.below(size)));
-      }
-      for (const std::int32_t rank : of_expert) {
-        experts.push_back(static_cast<std::int32_t>(e));
-        places.push_back(rank);
-      }
-    }
-    placement = ExpertPlacement(spec.num_experts, size, experts, places);
-  }
-};
-
-/// Ids of all kinds: some name no expert, some the same one twice.
-void draw_routing(Random& random, std::int64_t num_experts, const Tensor& ids,
-                  const Tensor& weights) {
-  for (std::int64_t i = 0; i < ids.numel(); ++i) {
-    ids.as<std::int32_t>()[i] = static_cast<std::int32_t>(random.below(num_experts + 1) - 1);
-    weights.as<float>()[i] = static_cast<float>(random.uniform());
-  }
-}
-
-/// FUSEDMOE_TEST_RUNS: how many layers, of ten forwards each.
-TEST_F(PeerMemoryTest, RandomLayersGiveTheOutputOfOneGpu) {
-  const char* wanted = std::getenv("FUSEDMOE_TEST_RUNS");
-  const int runs = wanted ? std::atoi(wanted) : 40;
-  for (int run = 0; run < runs && !HasFailure(); ++run) {
-    SCOPED_TRACE("layer " + std::to_string(run));
-    Random random(1000 + static_cast<std::uint64_t>(run));
-    const RandomLayer made(random);
-    const LayerWeights weights = make_layer_weights({made.spec});
-    const MoeLayer alone(weights, options_of(kGpu, made.exact));
-    const PeerRanks ranks(made.size, gpu_counts().back());
-    const auto layers = ranks.make(weights, made.most, made.exact, [&](int, LayerOptions& options) {
-      options.ranks.placement = made.placement;
-      if (made.sum_in_f32 && !made.exact) options.ranks.combine_dtype = DType::kF32;
-      if (made.quantized) options.ranks.dispatch_dtype = made.spec.scheme.activations->value;
-      if (made.allgather) options.require = "sm90+allgather_reducescatter";
-    });
-    for (int step = 0; step < 10; ++step) {
-      const std::int64_t most = 1 + random.below(made.most);
-      std::vector<PeerBuffers> buffers;
-      for (int r = 0; r < made.size; ++r) {
-        const std::int64_t tokens = r == step % made.size ? most : random.below(most + 1);
-        buffers.emplace_back(*layers[r], tokens, made.most);
-        const Tensor ids = Tensor::empty({tokens, made.spec.topk}, DType::kI32);
-        const Tensor factors = Tensor::empty(ids.shape(), DType::kF32);
-        draw_routing(random, made.spec.num_experts, ids, factors);
-        const Stream stream{buffers[r].x.device()};
-        copy(ids, buffers[r].ids, stream);
-        copy(factors, buffers[r].weights, stream);
-        buffers[r].fill(random_tensor(DType::kBF16, {tokens, made.spec.hidden}, 1, random.bits()));
-      }
-      ForwardOptions options;
-      options.max_tokens = most;
-      options.fixed_sizes = random.below(2) == 0;
-      run_all(layers, buffers, options, true);
-      wait_for_all(layers);
-      for (int r = 0; r < made.size; ++r) {
-        ranks.communicators[r]->check();
-        const PeerBuffers& own = buffers[r];
-        if (own.x.size(0) == 0) continue;
-        const Tensor x = to_gpu(to_host(own.x)), output = Tensor::empty(x.shape(), x.dtype(), kGpu);
-        const PeerBuffers scratch(alone, x.size(0), x.size(0));
-        alone.forward_routed(x, {to_gpu(to_host(own.ids)), to_gpu(to_host(own.weights))}, output,
-                             scratch.scratch());
-        synchronize(Stream{kGpu});
-        expect_as_one(to_host(own.output), to_host(output), made.exact, r);
       }
     }
   }

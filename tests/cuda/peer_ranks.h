@@ -107,6 +107,7 @@ inline std::vector<int> gpu_counts() {
   return counts;
 }
 
+/// Against one rank: to the bit, or within what a rounding on each rank does.
 inline void expect_as_one(const Tensor& output, const Tensor& expected, bool exact, int rank) {
   if (exact) {
     EXPECT_TRUE(bitwise_equal(output, expected)) << "rank " << rank;
