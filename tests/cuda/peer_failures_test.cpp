@@ -10,9 +10,9 @@
 #include <fstream>
 
 #include "../ranks/leaks.h"
-#include "killed_process.h"
 #include "moe/peer_memory.h"
 #include "peer_ranks.h"
+#include "two_processes.h"
 
 namespace fusedmoe::testing {
 namespace {

@@ -12,8 +12,8 @@
 #include "../unit/layer_problem.h"
 #include "fusedmoe/quant.h"
 #include "gpu_ranks.h"
-#include "killed_process.h"
 #include "testing/compare.h"
+#include "two_processes.h"
 
 namespace fusedmoe::testing {
 namespace {

@@ -1,5 +1,5 @@
-// Two processes, one of which is killed: what tests of ranks that are processes share. Both run the
-// disabled test OneProcess of the program.
+// What tests of ranks that are processes share: two of them, which run the disabled test OneProcess
+// of the program.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -35,22 +35,28 @@ inline GatherCallback gather_by_files(const std::filesystem::path& folder, int r
   };
 }
 
-/// Starts both. Rank 1 must kill itself; rank 0 must end well and have written why to a file.
-inline void expect_that_a_killed_rank_is_told() {
-  const TemporaryDirectory folder;
+/// Starts both, which meet in the folder. Returns how they have ended.
+inline std::vector<int> run_two_processes(const std::filesystem::path& folder) {
   for (const char* round : {"0", "1"}) std::filesystem::create_directory(folder / round);
-  setenv(kFolder, folder.path().c_str(), 1);
+  setenv(kFolder, folder.c_str(), 1);
   std::vector<pid_t> processes(2);
   for (int rank = 0; rank < 2; ++rank) {
     setenv(kRank, std::to_string(rank).c_str(), 1);
     const char* arguments[] = {"rank", "--gtest_filter=*DISABLED_OneProcess",
                                "--gtest_also_run_disabled_tests", nullptr};
-    ASSERT_EQ(posix_spawn(&processes[rank], "/proc/self/exe", nullptr, nullptr,
+    EXPECT_EQ(posix_spawn(&processes[rank], "/proc/self/exe", nullptr, nullptr,
                           const_cast<char**>(arguments), environ),
               0);
   }
-  std::vector<int> statuses(2);
+  std::vector<int> statuses(2, -1);
   for (int rank = 0; rank < 2; ++rank) waitpid(processes[rank], &statuses[rank], 0);
+  return statuses;
+}
+
+/// Rank 1 must kill itself; rank 0 must end well and have written why to a file.
+inline void expect_that_a_killed_rank_is_told() {
+  const TemporaryDirectory folder;
+  const std::vector<int> statuses = run_two_processes(folder.path());
   EXPECT_TRUE(WIFEXITED(statuses[0]) && WEXITSTATUS(statuses[0]) == 0);
   EXPECT_TRUE(WIFSIGNALED(statuses[1]) && WTERMSIG(statuses[1]) == SIGKILL);
   std::ifstream file(folder / "error");
