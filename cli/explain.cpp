@@ -13,6 +13,8 @@
 #include "commands.h"
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
+#include "fusedmoe/simulation.h"
+#include "layer/row_choice.h"
 #include "outputs.h"
 #include "ranks.h"
 #include "sources.h"
@@ -32,7 +34,7 @@ struct ExplainOptions {
   bool hooks = false, monolithic = false, batch_invariant = false;
   bool json = false, matrix = false;
   RankOptionsOf ranks;
-  std::string combine = "per_rank";
+  std::string combine;  // empty: as a layer chooses
 };
 
 /// What the instances say.
@@ -104,9 +106,13 @@ MoeConfig make_config(const ExplainOptions& options, const ModelConfig& model) {
   config.hooks = options.hooks;
   config.monolithic = options.monolithic;
   config.batch_invariant = options.batch_invariant;
-  config.combine = parse_combine_mode(options.combine);
   config.dispatch_dtype = options.ranks.dispatched();
   place_on_ranks(options, config);
+  if (!options.combine.empty()) {
+    config.combine = parse_combine_mode(options.combine);
+  } else if (config.batch_invariant && config.parallel.needs_dispatch()) {
+    config.combine = CombineMode::kPerSlot;
+  }
   return config;
 }
 
@@ -121,6 +127,67 @@ struct LayerGroup {
     return fmt::format("{} {}", layers.size() == 1 ? "layer" : "layers",
                        checkpoint::number_ranges(layers));
   }
+};
+
+/// How rows may travel between ranks on GPUs of one host, and how long for as many tokens.
+class RowTimes {
+ public:
+  RowTimes(const ExplainOptions& options, const Selection& selection)
+      : tokens_(options.num_tokens) {
+    const MoeConfig& config = selection.config;
+    const PrepareFinalizeDescriptor* const transport = selection.prepare_finalize;
+    const bool gathers = transport == &allgather_reducescatter();
+    if (config.device.is_cpu() || config.parallel.ep_size == 1 ||
+        config.parallel.group_size() > 1 || tokens_ == 0 || (transport != &all2all() && !gathers)) {
+      return;
+    }
+    RankOptions ranks;
+    ranks.max_tokens_per_rank = tokens_;
+    if (!options.combine.empty()) ranks.combine = config.combine;
+    const auto placement = ExpertPlacement::linear(config.num_experts, config.parallel.ep_size);
+    const auto messages = gathers ? RowPath::kAllgather : RowPath::kAll2all;
+    chosen_ = layer::choose_rows(rank_costs(), config, ranks, placement, messages);
+    const auto add = [&](RowPath path, CombineMode combine) {
+      rows_.push_back(
+          layer::predict_rows(rank_costs(), config, ranks, placement, path, combine, tokens_));
+    };
+    add(RowPath::kPeerMemory, CombineMode::kPerRank);
+    add(RowPath::kPeerMemory, CombineMode::kPerSlot);
+    add(messages, CombineMode::kPerRank);
+  }
+
+  void print() const {
+    if (rows_.empty()) return;
+    fmt::print("\nrows of {} tokens a rank on GPUs of one host, as predicted:\n", tokens_);
+    for (const layer::PredictedRows& each : rows_) {
+      fmt::print("{:1} {:<24} {:<8} dispatch {:.1f} us, combine {:.1f} us\n",
+                 is_chosen(each) ? "*" : "", name(each.path), name(each.combine), each.dispatch_us,
+                 each.combine_us);
+    }
+    const RowCosts& costs = rank_costs().of(rows_.back().path);
+    fmt::print("({}; {})\n", rank_costs().peer_memory.dispatch.source, costs.dispatch.source);
+  }
+  nlohmann::json json() const {
+    nlohmann::json list = nlohmann::json::array();
+    for (const layer::PredictedRows& each : rows_) {
+      list.push_back({{"path", name(each.path)},
+                      {"combine", name(each.combine)},
+                      {"dispatch_us", each.dispatch_us},
+                      {"combine_us", each.combine_us},
+                      {"chosen", is_chosen(each)}});
+    }
+    return list;
+  }
+
+ private:
+  bool is_chosen(const layer::PredictedRows& rows) const {
+    const bool by_peers = tokens_ <= chosen_.peer_tokens;
+    return rows.combine == chosen_.combine && by_peers == (rows.path == RowPath::kPeerMemory);
+  }
+
+  const std::int64_t tokens_;
+  layer::RowChoice chosen_;
+  std::vector<layer::PredictedRows> rows_;
 };
 
 /// With the shared experts that a layer of the model would have besides.
@@ -165,6 +232,8 @@ void print_json(const ExplainOptions& options, const LayerGroup& group, const Se
     object["workspace_bytes"] = resources->workspace_bytes;
     object["kernel_config"] = resources->kernel_config;
   }
+  const nlohmann::json rows = RowTimes(options, selection).json();
+  if (!rows.empty()) object["rows"] = rows;
   fmt::print("{}\n", object.dump());
 }
 
@@ -186,6 +255,7 @@ void print_text(const ExplainOptions& options, const LayerGroup& group, const Se
                  ? fmt::format(" of compute capability {:.1f}", *config.compute_capability / 10.0)
                  : "",
              selection.table());
+  RowTimes(options, selection).print();
   if (!resources) return;
   fmt::print("\npacked weights: {}\n", format_bytes(resources->packed_bytes));
   fmt::print("workspace for {} tokens: {}\n", options.num_tokens,
@@ -298,12 +368,14 @@ void add_explain(Program& program) {
       .one_of({"bf16", "f16", "f32"})
       .show_default();
   options->ranks.add_to(command);
-  command.add_option("--combine", options->combine, "NAME", "What comes back from ranks")
-      .one_of({"per_rank", "per_slot"})
-      .show_default();
   command
-      .add_option("--tokens", options->num_tokens, "N",
-                  "Tokens that the workspace and the kernel configuration are for")
+      .add_option("--combine", options->combine, "NAME",
+                  "What comes back from ranks; default: what a layer chooses")
+      .one_of({"per_rank", "per_slot"});
+  command
+      .add_option(
+          "--tokens", options->num_tokens, "N",
+          "Tokens that the workspace, the kernel configuration and the times of rows are for")
       .between(0, 1 << 20)
       .show_default();
   command.add_flag("--json", options->json,

@@ -301,9 +301,9 @@ typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
   int64_t max_tokens_per_rank; /* the most that any rank gives to a forward */
   int64_t receive_capacity;    /* rows of exact sizes; 0: as many as can come */
   int32_t nearest_replica;     /* of a token's experts; 0: by the token's hash */
-  int32_t combine;             /* 0: as batch invariance needs, 1: per rank, 2: per slot */
-  int32_t combine_dtype;       /* of rows per rank; FUSEDMOE_NONE: dtype */
-  int32_t fixed_sizes;         /* must be 0: now in fusedmoe_forward_args */
+  int32_t combine;       /* 0: as batch invariance needs or faster, 1: per rank, 2: per slot */
+  int32_t combine_dtype; /* of rows per rank; FUSEDMOE_NONE: dtype */
+  int32_t fixed_sizes;   /* must be 0: now in fusedmoe_forward_args */
   int32_t tp_rank;
   int32_t sequence_parallel;
   int32_t drop_rows; /* those that do not fit into receive_capacity, instead of an error */
@@ -317,6 +317,9 @@ typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
   int32_t packed_read;       /* read the file into memory; 0: map it */
   int32_t packed_unverified; /* leave out the checksum of the contents */
   int32_t hooks;             /* only experts that call fusedmoe_forward_args.hooks */
+  /* So many forwards may be in flight at the same time, see fusedmoe_forward_args.lane: on GPUs
+   * that read each other's memory. 0: 1. */
+  int32_t lanes;
 } fusedmoe_layer_options;
 
 /* Both select an implementation and pack the weights, which takes long. The sources are not needed
@@ -391,6 +394,9 @@ typedef struct fusedmoe_forward_args {
   fusedmoe_tensor expert_map;
   const fusedmoe_executor* executor; /* of this forward on the CPU; NULL: the layer's */
   const fusedmoe_hooks* hooks;       /* of a layer with options.hooks; NULL: none */
+  /* Below options.lanes; the same on all ranks. Forwards of one lane follow each other; those of
+   * several may be in flight at the same time, each on its own stream and in its own workspace. */
+  int32_t lane;
 } fusedmoe_forward_args;
 
 /* Both check every argument before they write, and allocate nothing. On CUDA they only enqueue. */

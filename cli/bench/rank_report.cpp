@@ -56,10 +56,19 @@ void print_notes(bool travels, bool has_messages, bool copies, bool steps, bool 
   }
 }
 
+/// "all2all"; what is not as the title says behind it.
+std::string label(const RankRow& row, std::string_view backend) {
+  std::string text = row.transport;
+  if (row.combine != CombineMode::kPerRank) text += fmt::format("+{}", name(row.combine));
+  if (row.backend != backend) text += "+" + row.backend;
+  return text;
+}
+
 }  // namespace
 
-void print_rank_table(const RankBenchOptions& options, std::string_view backend,
-                      const std::optional<RankLink>& link, const std::vector<RankRow>& rows) {
+void print_rank_table(const RankBenchOptions& options, const std::optional<RankLink>& link,
+                      const std::vector<RankRow>& rows) {
+  const std::string& backend = rows.front().backend;
   fmt::print("{} over {}, hidden {}, topk {} of {}, {}\n", describe(options), backend,
              options.model.experts_hidden(), options.model.router.topk,
              options.model.router.num_experts, name(options.dtype));
@@ -82,7 +91,8 @@ void print_rank_table(const RankBenchOptions& options, std::string_view backend,
              copies ? fmt::format(" {:>9} {:>6}", "memcpy", "ratio") : "",
              steps ? fmt::format(" {:>11} {:>11} {:>9}", "step", "experts", "exposed") : "");
   const auto times = [&](double ours, double bare) {
-    return link ? fmt::format("{:>6.1f} us {:>6.1f} us {:>6.2f} ", ours, bare, ours / bare)
+    return link ? fmt::format("{:>6.1f} us {:>6.1f} us {:>6.2f} ", ours, bare,
+                              bare > 0 ? ours / bare : 0)
                 : fmt::format("{:>6.1f} us ", ours);
   };
   const auto moved = [&](double bytes, const auto& share) {
@@ -92,8 +102,9 @@ void print_rank_table(const RankBenchOptions& options, std::string_view backend,
   for (const RankRow& row : rows) {  // scripts/ep-check.sh reads the columns up to the second ratio
     const auto dispatch_share = [&](const RankLink& on) { return row.dispatch_share(on); };
     const auto combine_share = [&](const RankLink& on) { return row.combine_share(on); };
-    fmt::print("{:<24} {:<6} {:>7} {}{}{}{}", row.transport, row.fixed_sizes ? "fixed" : "exact",
-               row.num_tokens, travels ? times(row.dispatch_us, row.bare_dispatch_us) : "",
+    fmt::print("{:<24} {:<6} {:>7} {}{}{}{}", label(row, backend),
+               row.fixed_sizes ? "fixed" : "exact", row.num_tokens,
+               travels ? times(row.dispatch_us, row.bare_dispatch_us) : "",
                times(row.combine_us, row.bare_combine_us),
                travels ? moved(row.sent_bytes, dispatch_share) + " " : "",
                moved(row.returned_bytes, combine_share));
@@ -108,8 +119,8 @@ void print_rank_table(const RankBenchOptions& options, std::string_view backend,
   print_notes(travels, link.has_value(), copies, steps, together);
 }
 
-void print_rank_json(const RankBenchOptions& options, std::string_view backend,
-                     const std::optional<RankLink>& link, const std::vector<RankRow>& rows) {
+void print_rank_json(const RankBenchOptions& options, const std::optional<RankLink>& link,
+                     const std::vector<RankRow>& rows) {
   const Deployment& deployment = options.deployment;
   const bool travels = options.parallel(0).needs_dispatch();
   nlohmann::ordered_json list = nlohmann::ordered_json::array();
@@ -119,7 +130,8 @@ void print_rank_json(const RankBenchOptions& options, std::string_view backend,
     object["tp"] = deployment.tp_size;
     object["dp"] = deployment.dp_size;
     object["expert_parallel"] = deployment.expert_parallel;
-    object["backend"] = backend;
+    object["backend"] = row.backend;
+    object["combine"] = name(row.combine);
     object["scheme"] = name(options.scheme);
     object["dispatch_dtype"] = std::string(options.dispatch_dtype ? name(*options.dispatch_dtype)
                                                                   : "what the experts read");
@@ -158,51 +170,113 @@ void print_rank_json(const RankBenchOptions& options, std::string_view backend,
   fmt::print("{}\n", list.dump());
 }
 
-RankCosts costs_of(const RankBenchOptions& options, std::string_view device, double expert_bytes,
-                   const std::vector<RankRow>& rows) {
-  // Where some rows are one time for both ways, only these count: they come from graphs.
-  const bool one = std::any_of(rows.begin(), rows.end(), std::mem_fn(&RankRow::is_one_time));
-  const std::string source = fmt::format("bench --ep {} on {}, {}{}", options.num_ranks(), device,
-                                         name(options.scheme), one ? ", peer memory" : "");
-  const auto ends = std::minmax_element(
-      rows.begin(), rows.end(),
-      [](const RankRow& a, const RankRow& b) { return a.num_tokens < b.num_tokens; });
-  const std::int64_t fewest = ends.first->num_tokens, most = ends.second->num_tokens;
-  const auto fastest = [&](std::int64_t num_tokens, double RankRow::*time) {
+namespace {
+
+/// The rows of the fewest and of the most tokens, of which each must be there twice at least.
+class Ends {
+ public:
+  explicit Ends(const std::vector<RankRow>& rows) : rows_(rows) {
+    const auto ends = std::minmax_element(
+        rows.begin(), rows.end(),
+        [](const RankRow& a, const RankRow& b) { return a.num_tokens < b.num_tokens; });
+    fewest_ = ends.first->num_tokens;
+    most_ = ends.second->num_tokens;
+  }
+  std::int64_t fewest() const { return fewest_; }
+  std::int64_t most() const { return most_; }
+
+  /// The one with the shortest of these times, of so many tokens; null: none is like that.
+  template <typename IsIt>
+  const RankRow* fastest(std::int64_t num_tokens, double RankRow::*time, const IsIt& is_it) const {
     const RankRow* found = nullptr;
-    for (const RankRow& row : rows) {
-      if (row.num_tokens != num_tokens || row.is_one_time() != one) continue;
+    for (const RankRow& row : rows_) {
+      if (row.num_tokens != num_tokens || !is_it(row)) continue;
       if (!found || row.*time < found->*time) found = &row;
     }
-    return *found;
+    return found;
+  }
+  /// `sample`: of a row.
+  template <typename IsIt, typename Sample>
+  LinkCost link(double RankRow::*time, const IsIt& is_it, const Sample& sample,
+                const std::string& source) const {
+    return fit_link(sample(*fastest(fewest_, time, is_it)), sample(*fastest(most_, time, is_it)),
+                    source);
+  }
+
+ private:
+  const std::vector<RankRow>& rows_;
+  std::int64_t fewest_ = 0, most_ = 0;
+};
+
+/// Both ways are timed as one. Rows go there as they do per rank, so the rest is the way back.
+void fit_peer_memory(const Ends& ends, const std::string& source, RowCosts& costs) {
+  const auto is = [](CombineMode combine) {
+    return [combine](const RankRow& row) { return row.is_one_time() && row.combine == combine; };
   };
-  const auto link = [&](double RankRow::*bytes, double RankRow::*time) {
-    const RankRow few = fastest(fewest, time), many = fastest(most, time);
-    return fit_link({few.*bytes, few.*time}, {many.*bytes, many.*time}, source);
+  const auto per_rank = is(CombineMode::kPerRank), per_slot = is(CombineMode::kPerSlot);
+  if (!ends.fastest(ends.most(), &RankRow::dispatch_us, per_rank)) return;
+  const auto both = [](const RankRow& row) {
+    return LinkSample{row.sent_bytes + row.returned_bytes, row.dispatch_us};
   };
+  costs.dispatch = costs.per_rank =
+      each_way(ends.link(&RankRow::dispatch_us, per_rank, both, source));
+  if (!ends.fastest(ends.most(), &RankRow::dispatch_us, per_slot)) return;
+  const auto back = [&](const RankRow& row) {
+    return LinkSample{row.returned_bytes, row.dispatch_us - costs.dispatch.us(row.sent_bytes)};
+  };
+  costs.per_slot = ends.link(&RankRow::dispatch_us, per_slot, back, source);
+}
+
+/// On the CPU rows may be read in place instead. Those per slot take what those per rank do, by the
+/// byte.
+void fit_messages(const Ends& ends, std::string_view transport, const std::string& source,
+                  RowCosts& costs) {
+  const auto is_it = [&](const RankRow& row) {
+    const bool moves = row.sent_bytes > 0 && row.returned_bytes > 0;
+    return row.transport == transport && !row.by_peer_memory() && moves;
+  };
+  if (!ends.fastest(ends.most(), &RankRow::dispatch_us, is_it)) return;
+  costs.dispatch = ends.link(
+      &RankRow::dispatch_us, is_it,
+      [](const RankRow& row) {
+        return LinkSample{row.sent_bytes, row.dispatch_us};
+      },
+      source);
+  costs.per_rank = ends.link(
+      &RankRow::combine_us, is_it,
+      [](const RankRow& row) {
+        return LinkSample{row.returned_bytes, row.combine_us};
+      },
+      source);
+  costs.per_slot = costs.per_rank;
+  costs.per_slot.source = "assumed: as per_rank";
+}
+
+}  // namespace
+
+RankCosts costs_of(const RankBenchOptions& options, std::string_view device, double expert_bytes,
+                   const std::vector<RankRow>& rows) {
+  const std::string source = fmt::format("measured: bench --ep {} on {}, {}", options.num_ranks(),
+                                         device, name(options.scheme));
+  const Ends ends(rows);
   const ModelConfig& model = options.model;
   const auto experts = [&](std::int64_t num_tokens) {
     // Ids are drawn evenly: each rank's experts get as many rows as its own tokens choose.
     const auto rows_here = static_cast<double>(num_tokens * model.router.topk);
     const double here = static_cast<double>(model.router.num_experts) / options.num_ranks();
     const double hit = here * (1 - std::pow(1 - 1 / here, rows_here));
+    const RankRow* fastest = ends.fastest(num_tokens, &RankRow::experts_us,
+                                          [](const RankRow& row) { return row.experts_us > 0; });
     return ExpertsSample{
         hit * expert_bytes,
         rows_here * core::row_flops(model.activation, model.experts_hidden(), model.intermediate),
-        fastest(num_tokens, &RankRow::experts_us).experts_us};
+        fastest ? fastest->experts_us : 0};
   };
   RankCosts costs = default_rank_costs();
-  if (one) {
-    const auto both = [&](std::int64_t num_tokens) {
-      const RankRow row = fastest(num_tokens, &RankRow::dispatch_us);
-      return LinkSample{row.sent_bytes + row.returned_bytes, row.dispatch_us};
-    };
-    costs.dispatch = costs.combine = each_way(fit_link(both(fewest), both(most), source));
-  } else {
-    costs.dispatch = link(&RankRow::sent_bytes, &RankRow::dispatch_us);
-    costs.combine = link(&RankRow::returned_bytes, &RankRow::combine_us);
-  }
-  costs.experts = fit_experts(experts(fewest), experts(most), source);
+  fit_peer_memory(ends, source, costs.peer_memory);
+  fit_messages(ends, name(RowPath::kAll2all), source, costs.all2all);
+  fit_messages(ends, name(RowPath::kAllgather), source, costs.allgather_reducescatter);
+  costs.experts = fit_experts(experts(ends.fewest()), experts(ends.most()), source);
   return costs;
 }
 

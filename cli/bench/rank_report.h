@@ -17,7 +17,8 @@ namespace fusedmoe::cli {
 struct RankRow {
   std::string transport;
   bool fixed_sizes = false;
-  bool by_peer_memory = false;  // of GPUs, and not as messages
+  std::string backend;  // "peer memory", or the data plane of messages
+  CombineMode combine = CombineMode::kPerRank;
   std::int64_t num_tokens = 0;
   double dispatch_us = 0, bare_dispatch_us = 0, combine_us = 0, bare_combine_us = 0;
   double copy_us = 0;  // memcpy of what is sent and of what returns; on the CPU
@@ -30,7 +31,8 @@ struct RankRow {
   } ranks;
   /// Both ways through peer memory, as a graph replays them: combine_us is in dispatch_us. Not
   /// where it is but a sum.
-  bool is_one_time() const { return by_peer_memory && fixed_sizes && transport != "no_ep"; }
+  bool is_one_time() const { return by_peer_memory() && fixed_sizes && transport != "no_ep"; }
+  bool by_peer_memory() const { return backend == "peer memory"; }
   double times_of_copy() const { return (dispatch_us + combine_us) / copy_us; }
   double gigabytes() const { return 1e-3 * sent_bytes / dispatch_us; }
   /// Of the bytes that the link could have moved in the same time.
@@ -44,15 +46,16 @@ struct RankRow {
 };
 
 /// `link`: none where messages cannot be timed. What is said of these is left out then.
-void print_rank_table(const RankBenchOptions& options, std::string_view backend,
-                      const std::optional<RankLink>& link, const std::vector<RankRow>& rows);
+void print_rank_table(const RankBenchOptions& options, const std::optional<RankLink>& link,
+                      const std::vector<RankRow>& rows);
 /// One line.
-void print_rank_json(const RankBenchOptions& options, std::string_view backend,
-                     const std::optional<RankLink>& link, const std::vector<RankRow>& rows);
+void print_rank_json(const RankBenchOptions& options, const std::optional<RankLink>& link,
+                     const std::vector<RankRow>& rows);
 
-/// What the rows of the fewest and of the most tokens say that ranks cost: of each time the
-/// shortest, of any transport. `device`: its name. `expert_bytes`: weights of an expert.
-/// Throws Error for rows without experts, or of one number of tokens.
+/// What the rows of the fewest and of the most tokens say that ranks cost: of each path the
+/// shortest times; of paths without rows what default_rank_costs() says. `device`: its name.
+/// `expert_bytes`: weights of an expert. Throws Error for rows without experts, or of one number of
+/// tokens.
 RankCosts costs_of(const RankBenchOptions& options, std::string_view device, double expert_bytes,
                    const std::vector<RankRow>& rows);
 

@@ -92,7 +92,12 @@ nlohmann::ordered_json step_json(const SimulatedLayer& layer, const SimulatedSte
           {"balance", step.balance}};
 }
 
-void print_notes(const RankCosts& costs) {
+struct SimulatedRow {
+  SimulatedLayer layer;
+  SimulatedStep step;
+};
+
+void print_notes(const RankCosts& costs, const std::vector<SimulatedRow>& rows) {
   fmt::print(
       "\nEach number is that of the rank that has the most.\n"
       "step: dispatch, experts and combine, one after the other.\n"
@@ -100,21 +105,22 @@ void print_notes(const RankCosts& costs) {
       "host "
       "and between hosts.\n"
       "balance: rows of the busiest rank over the mean.\n\n");
-  const auto link = [](const char* what, const LinkCost& cost) {
+  const auto link = [](std::string_view what, const LinkCost& cost) {
     fmt::print("{}: {:.1f} us and {:.1f} GB/s ({})\n", what, cost.floor_us,
                1e-3 * cost.bytes_per_us, cost.source);
   };
-  link("dispatch within a host", costs.dispatch);
-  link("combine within a host", costs.combine);
+  for (const RowPath path : {RowPath::kPeerMemory, RowPath::kAll2all, RowPath::kAllgather}) {
+    const auto takes = [&](const SimulatedRow& row) { return row.layer.path_inside() == path; };
+    if (std::none_of(rows.begin(), rows.end(), takes)) continue;
+    const CombineMode combine = rows.front().layer.combine;
+    link(fmt::format("{} dispatch within a host", name(path)), costs.of(path).dispatch);
+    link(fmt::format("{} {} within a host", name(path), name(combine)),
+         costs.of(path).combine(combine));
+  }
   link("between hosts", costs.between_hosts);
   fmt::print("experts: {:.0f} GB/s and {:.0f} TFLOP/s ({})\n", 1e-3 * costs.experts.bytes_per_us,
              1e-6 * costs.experts.flops_per_us, costs.experts.source);
 }
-
-struct SimulatedRow {
-  SimulatedLayer layer;
-  SimulatedStep step;
-};
 
 std::vector<SimulatedRow> make_rows(const Options& options, const RankCosts& costs,
                                     const ModelConfig& model) {
@@ -159,12 +165,12 @@ void print_simulation(const std::string& name, const RankCosts& costs,
              "ranks", "hosts", "tokens", "dispatch", "experts", "combine", "step", "inside MB",
              "between MB", "balance");
   for (const SimulatedRow& row : rows) print_step(row.layer, row.step);
-  print_notes(costs);
+  print_notes(costs, rows);
 }
 
 void run(const Options& options) {
   const RankCosts costs =
-      options.costs.empty() ? default_rank_costs() : parsed(options.costs, RankCosts::parse);
+      options.costs.empty() ? rank_costs() : parsed(options.costs, RankCosts::parse);
   for (const BenchSubject& subject : options.subjects.get()) {
     const std::vector<SimulatedRow> rows = make_rows(options, costs, subject.model);
     (options.json ? print_simulation_json : print_simulation)(subject.name, costs, rows);
@@ -194,8 +200,10 @@ void add_simulate(Program& program) {
   command.add_option("--scheme", options->scheme, "SCHEME",
                      "Of the experts; default: as published");
   add_dispatch_dtype(command, options->dispatch_dtype);
-  command.add_option("--costs", options->costs, "PATH",
-                     "File of `bench --calibrate`; default: H200s over NCCL, other hosts assumed");
+  command.add_option(
+      "--costs", options->costs, "PATH",
+      "File of `bench --calibrate`; default: that of FUSEDMOE_RANK_COSTS, or H200s, and other "
+      "hosts assumed");
   const Option routing = command.add_option(
       "--routing", options->routing, "PATH",
       "File of --record-routing, whose tokens are taken in turn; default: random ids");

@@ -122,13 +122,15 @@ struct CommunicatorOptions {
   /// Processes of one host may share memory, see Communicator::share_memory(); the same on all.
   bool shared_memory = true;
   /// Whether rows between GPUs of one host go through their memory, see Communicator::map_peers().
-  /// None, the default: where each rank has a GPU to itself. False on one rank: all send messages.
-  /// True: also where ranks share a GPU. Kernels of a rank then wait for those of another on that
-  /// GPU, so one thread must begin the steps of all ranks before it computes any, or each rank
-  /// needs a process of its own. Sums in two shots (docs/expert-parallel.md), of more than 6 MiB or
-  /// behind a transport need a thread and a stream for each rank.
-  /// Where rows or sums go so, by default too, steps of one communicator that overlap are an Error,
-  /// and steps or replays of graphs on several streams must be ordered by events of the caller.
+  /// None, the default: where each rank has a GPU to itself, for as many tokens as that is
+  /// predicted to be faster for (rank_costs() in simulation.h). False on one rank: all send
+  /// messages. True: for all tokens, and also where ranks share a GPU. Kernels of a rank then wait
+  /// for those of another on that GPU, so one thread must begin the steps of all ranks before it
+  /// computes any, or each rank needs a process of its own. Sums in two shots
+  /// (docs/expert-parallel.md), of more than 6 MiB or behind a transport need a thread and a stream
+  /// for each rank. Where rows or sums go so, by default too, steps of one communicator that
+  /// overlap are an Error, and steps or replays of graphs on several streams must be ordered by
+  /// events of the caller.
   std::optional<bool> peer_memory;
 };
 
@@ -157,6 +159,8 @@ class FUSEDMOE_API Communicator {
   /// Name of the data plane, whose ranks may not be connected yet; "none".
   std::string_view backend() const;
   std::chrono::milliseconds timeout() const;
+  /// Whether CommunicatorOptions::peer_memory is true on a rank: the same on all.
+  bool wants_peer_memory() const;
   /// Ranks on the host of this rank, with itself.
   const std::vector<int>& ranks_of_host() const;
   /// Whether rank `a` can read rank `b`'s memory directly: threads of one process, or two GPUs.
@@ -177,6 +181,10 @@ class FUSEDMOE_API Communicator {
   /// As split(), but ranks that were a part before get the same one: what layers have in it they
   /// share. It lives as long as this communicator.
   std::shared_ptr<Communicator> shared_part(int color);
+  /// All ranks once more, with steps, layers and peer memory of their own but without a data plane,
+  /// so that its steps may overlap those of this one. `number`: from 1 on. Who asks again gets the
+  /// same. Collective over all ranks. It lives as long as this communicator.
+  std::shared_ptr<Communicator> lane(int number);
   /// Ends the communicator on all ranks, with a reason.
   void abort(std::string_view reason) noexcept;
   /// Why the communicator has ended; empty while it works.
@@ -234,6 +242,7 @@ class FUSEDMOE_API Communicator {
  private:
   struct Impl;
   explicit Communicator(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> part_of(const std::vector<std::string>& colors);
   std::unique_ptr<Impl> impl_;
 };
 

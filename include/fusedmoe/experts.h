@@ -101,8 +101,15 @@ struct RankOptions {
   /// is what a row takes on the wire. None: as the experts read rows, so quantized on the CPU but
   /// for e2m1, and in the layer's dtype on CUDA, whose experts quantize where they permute.
   std::optional<DType> dispatch_dtype = std::nullopt;
-  std::optional<CombineMode> combine = std::nullopt;  ///< none: as batch invariance needs
+  /// None: per slot for batch_invariant, and through the memory of GPUs where that is predicted to
+  /// be faster (rank_costs() in simulation.h) and combine_dtype is none; else per rank.
+  std::optional<CombineMode> combine = std::nullopt;
   std::optional<DType> combine_dtype = std::nullopt;  ///< of rows per rank: f32, or the layer's
+  /// So many forwards may be in flight at the same time (ForwardOptions::lane), as of micro-batches
+  /// that overlap. From 2 on only where rows, or sums, go through the memory of GPUs, of which each
+  /// lane takes Selection::peer_bytes(); a kernel that waits for other ranks then leaves
+  /// multiprocessors to the other lanes. At most 8.
+  int lanes = 1;
 };
 
 /// What an instance is bound to, beside its configuration.

@@ -32,34 +32,65 @@ struct ExpertsCost {
   }
 };
 
+/// How rows come to other ranks and back.
+enum class RowPath {
+  kPeerMemory,  ///< GPUs of one host, which read each other's memory
+  kAll2all,     ///< messages; on CPUs also rows that are read in place
+  kAllgather,   ///< messages to all ranks that have experts
+};
+/// "peer_memory", "all2all", "allgather_reducescatter"
+FUSEDMOE_API std::string_view name(RowPath path);
+
+/// Of rows on a path: there, and back by each combine mode.
+struct RowCosts {
+  LinkCost dispatch, per_rank, per_slot;
+  const LinkCost& combine(CombineMode mode) const {
+    return mode == CombineMode::kPerSlot ? per_slot : per_rank;
+  }
+};
+
 /// What ranks cost: a JSON file that `bench --ep --calibrate` writes.
 struct FUSEDMOE_API RankCosts {
-  LinkCost dispatch, combine;  ///< between ranks of one host
-  LinkCost between_hosts;      ///< either way; of one rank, which has a network card of its own
+  RowCosts peer_memory, all2all, allgather_reducescatter;  ///< between ranks of one host
+  LinkCost between_hosts;  ///< either way; of one rank, which has a network card of its own
   ExpertsCost experts;
 
+  const RowCosts& of(RowPath path) const;
   std::string json() const;
-  /// Inverse. Throws Error naming what is missing, or no positive number.
+  /// Inverse. A path that is missing costs what default_rank_costs() says; one at least must be
+  /// there. Throws Error naming what else is missing, or no positive number.
   static RankCosts parse(std::string_view json);
 };
 
-/// H200s over NCCL, and between hosts what others publish.
+/// H200s of one host, and between hosts what others publish.
 FUSEDMOE_API RankCosts default_rank_costs();
+/// Those of the file that the environment variable FUSEDMOE_RANK_COSTS names, read once; else
+/// default_rank_costs(). Layers choose by them how their rows travel. Throws Error for a file that
+/// cannot be read.
+FUSEDMOE_API const RankCosts& rank_costs();
 
 struct SimulatedLayer {
   ExpertPlacement placement;
+  RowPath path = RowPath::kAll2all;
+  CombineMode combine = CombineMode::kPerRank;
   int num_hosts = 1;  ///< of equally many ranks
   std::int64_t tokens_per_rank = 0;
   double sent_row_bytes = 0, returned_row_bytes = 0;  ///< as they travel
-  double expert_bytes = 0;                            ///< weights of one expert
-  double row_flops = 0;                               ///< of one row in one expert
+  bool fixed_sizes = false;  ///< messages bring each rank's rows to every rank that has experts
+  double expert_bytes = 0;   ///< weights of one expert
+  double row_flops = 0;      ///< of one row in one expert
   /// A row goes to each expert, as other libraries' batched formats have it, not once to each rank.
   bool to_each_expert = false;
+
+  /// Ranks of several hosts send messages inside them, too.
+  RowPath path_inside() const {
+    return num_hosts > 1 && path == RowPath::kPeerMemory ? RowPath::kAll2all : path;
+  }
 };
 
 /// A layer of the configuration that was asked about, with the chosen experts: all but
-/// tokens_per_rank and num_hosts. Throws Error where nothing fits, or the placement is of another
-/// number of experts.
+/// tokens_per_rank and num_hosts. On GPUs rows go through peer memory. Throws Error where nothing
+/// fits, or the placement is of another number of experts.
 FUSEDMOE_API SimulatedLayer simulated_layer(const Selection& selection, ExpertPlacement placement);
 
 /// Each number that of the rank with most.
@@ -76,5 +107,9 @@ struct SimulatedStep {
 /// Throws Error unless the hosts share the ranks evenly, and for ids out of range.
 FUSEDMOE_API SimulatedStep simulate(const RankCosts& costs, const SimulatedLayer& layer,
                                     const TensorView& topk_ids);
+/// The same for ids that are not known: what each rank sends, gets and multiplies on average, where
+/// every token chooses `topk` physical experts at random.
+FUSEDMOE_API SimulatedStep simulate(const RankCosts& costs, const SimulatedLayer& layer,
+                                    std::int64_t topk);
 
 }  // namespace fusedmoe

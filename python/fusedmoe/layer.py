@@ -179,6 +179,7 @@ class MoELayer:
         dropped_rows: Optional[Array] = None,
         fixed_sizes: bool = False,
         expert_map: Optional[Array] = None,
+        lane: int = 0,
     ) -> Array:
         """The layer's output, (num_tokens, hidden), of the kind of hidden_states.
 
@@ -204,13 +205,16 @@ class MoELayer:
                 a call that a CUDA graph records does so in any case.
             expert_map: (num_experts) int32, in place of the layer's in this call; see repack().
                 Only of a layer that was made with one and without a communicator.
+            lane: below the option lanes, the same on all ranks. Calls of one lane follow each other;
+                those of several may be in flight at the same time, each on a stream and in a
+                workspace of its own.
 
         Raises:
             ValueError: names the argument at fault.
         """
         out, *options = self._call(
             hidden_states, out, accumulate, stream, workspace, max_tokens, dropped_rows,
-            fixed_sizes, expert_load, expert_map,
+            fixed_sizes, expert_load, expert_map, lane,
         )  # fmt: skip
         self._handle.forward(
             array(hidden_states),
@@ -236,6 +240,7 @@ class MoELayer:
         fixed_sizes: bool = False,
         expert_load: Optional[Array] = None,
         expert_map: Optional[Array] = None,
+        lane: int = 0,
     ) -> Array:
         """The same with the caller's routing. The other arguments are as in a call of the layer.
 
@@ -249,7 +254,7 @@ class MoELayer:
         """
         out, *options = self._call(
             hidden_states, out, accumulate, stream, workspace, max_tokens, dropped_rows,
-            fixed_sizes, expert_load, expert_map,
+            fixed_sizes, expert_load, expert_map, lane,
         )  # fmt: skip
         self._handle.forward_routed(
             array(hidden_states),
@@ -274,6 +279,7 @@ class MoELayer:
         fixed_sizes: bool = False,
         expert_load: Optional[Array] = None,
         expert_map: Optional[Array] = None,
+        lane: int = 0,
     ) -> Step:
         """Starts a call: routes, or takes the caller's routing, and sends rows. Its compute() runs
         the experts, its finish() returns the output; between them there is time for other work.
@@ -282,7 +288,7 @@ class MoELayer:
         """
         out, *options = self._call(
             hidden_states, out, accumulate, stream, workspace, max_tokens, dropped_rows,
-            fixed_sizes, expert_load, expert_map,
+            fixed_sizes, expert_load, expert_map, lane,
         )  # fmt: skip
         step = self._handle.begin(
             array(hidden_states),
@@ -304,6 +310,7 @@ class MoELayer:
         fixed_sizes: bool,
         expert_load: Optional[Array],
         expert_map: Optional[Array],
+        lane: int,
     ) -> List[Any]:
         """The output, a new one if `out` is None; then what the extension takes last in each call."""
         if out is None:
@@ -319,6 +326,7 @@ class MoELayer:
             fixed_sizes,
             array(expert_load),
             array(expert_map),
+            lane,
         ]
 
     @property

@@ -48,6 +48,8 @@ class LayerOptions(TypedDict, total=False):
             activations, "e4m3", "i8" or "e2m1". Default: as the experts read rows.
         receive_capacity: the most rows that this rank takes in a call.
         drop_rows: drop those that do not fit, instead of an error.
+        lanes: so many calls may be in flight at the same time, on GPUs that read each other's
+            memory.
     """
 
     device: Optional[DeviceLike]
@@ -78,6 +80,7 @@ class LayerOptions(TypedDict, total=False):
     dispatch_dtype: Optional[DTypeLike]
     receive_capacity: Optional[int]
     drop_rows: Optional[bool]
+    lanes: Optional[int]
 
 
 class ActivationSettings(TypedDict, total=False):

@@ -157,7 +157,7 @@ struct Call {
 
   Call(const PyLayer& layer, nb::handle x, nb::handle out, bool accumulate,
        std::optional<std::uintptr_t> stream, std::int64_t max_tokens, nb::handle dropped_rows,
-       bool fixed_sizes, nb::handle expert_load, nb::handle expert_map)
+       bool fixed_sizes, nb::handle expert_load, nb::handle expert_map, int lane)
       : hidden_states(view_of(x, "hidden_states", kept)), output(output_view_of(out, "out", kept)) {
     if (!hidden_states || hidden_states.rank() != 2) {
       throw Error("hidden_states", to_string(hidden_states.shape()), "(num_tokens, hidden)",
@@ -165,6 +165,7 @@ struct Call {
     }
     options.max_tokens = max_tokens;
     options.fixed_sizes = fixed_sizes;
+    options.lane = lane;
     num_tokens =
         std::max(hidden_states.size(0), max_tokens > 0 ? max_tokens : layer.max_tokens_per_rank);
     options.accumulate = accumulate;
@@ -179,9 +180,9 @@ void forward(PyLayer& layer, nb::handle x, nb::handle topk_weights, nb::handle t
              nb::handle router_logits, nb::handle out, bool accumulate,
              std::optional<std::uintptr_t> stream, nb::handle scratch, std::int64_t max_tokens,
              nb::handle dropped_rows, bool fixed_sizes, nb::handle expert_load,
-             nb::handle expert_map) {
+             nb::handle expert_map, int lane) {
   Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows, fixed_sizes, expert_load,
-            expert_map);
+            expert_map, lane);
   call.options.topk_weights = output_view_of(topk_weights, "topk_weights", call.kept);
   call.options.topk_ids = output_view_of(topk_ids, "topk_ids", call.kept);
   call.options.router_logits = output_view_of(router_logits, "router_logits", call.kept);
@@ -193,9 +194,9 @@ void forward(PyLayer& layer, nb::handle x, nb::handle topk_weights, nb::handle t
 void forward_routed(PyLayer& layer, nb::handle x, nb::handle topk_weights, nb::handle topk_ids,
                     nb::handle out, bool accumulate, std::optional<std::uintptr_t> stream,
                     nb::handle scratch, std::int64_t max_tokens, nb::handle dropped_rows,
-                    bool fixed_sizes, nb::handle expert_load, nb::handle expert_map) {
+                    bool fixed_sizes, nb::handle expert_load, nb::handle expert_map, int lane) {
   Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows, fixed_sizes, expert_load,
-            expert_map);
+            expert_map, lane);
   const Routing routing{view_of(topk_ids, "topk_ids", call.kept),
                         view_of(topk_weights, "topk_weights", call.kept)};
   const WithoutGil no_gil;
@@ -229,9 +230,9 @@ std::unique_ptr<PyStep> begin(PyLayer& layer, nb::handle x, nb::handle topk_weig
                               nb::handle topk_ids, nb::handle out, bool accumulate,
                               std::optional<std::uintptr_t> stream, nb::handle scratch,
                               std::int64_t max_tokens, nb::handle dropped_rows, bool fixed_sizes,
-                              nb::handle expert_load, nb::handle expert_map) {
+                              nb::handle expert_load, nb::handle expert_map, int lane) {
   Call call(layer, x, out, accumulate, stream, max_tokens, dropped_rows, fixed_sizes, expert_load,
-            expert_map);
+            expert_map, lane);
   const Routing routing{view_of(topk_ids, "topk_ids", call.kept),
                         view_of(topk_weights, "topk_weights", call.kept)};
   const WithoutGil no_gil;
@@ -251,7 +252,7 @@ void bind_call(nb::class_<PyLayer>& layer, const char* name, auto function, cons
   layer.def(name, function, nb::arg("x").none(), own..., nb::arg("out").none(),
             nb::arg("accumulate"), nb::arg("stream").none(), nb::arg("scratch").none(),
             nb::arg("max_tokens"), nb::arg("dropped_rows").none(), nb::arg("fixed_sizes"),
-            nb::arg("expert_load").none(), nb::arg("expert_map").none());
+            nb::arg("expert_load").none(), nb::arg("expert_map").none(), nb::arg("lane"));
 }
 
 void bind_layer(nb::module_& module) {

@@ -155,6 +155,7 @@ void read_ranks(const nb::dict& settings, LayerOptions& options) {
   ranks.max_tokens_per_rank = get<std::int64_t>(settings, "max_tokens_per_rank", 0);
   ranks.receive_capacity = get<std::int64_t>(settings, "receive_capacity", 0);
   ranks.drop_rows = get(settings, "drop_rows", false);
+  ranks.lanes = get(settings, "lanes", 1);
   if (get(settings, "nearest_replica", false)) ranks.replica_choice = ReplicaChoice::kNearest;
   const auto placement = get<std::string>(settings, "placement", "");
   if (!placement.empty()) ranks.placement = ExpertPlacement::parse(placement);

@@ -27,6 +27,7 @@ RankOptions to_rank_options(const fusedmoe_layer_options& o) {
   if (o.dispatch_dtype) {
     ranks.dispatch_dtype = to_dtype(o.dispatch_dtype, "options.dispatch_dtype");
   }
+  if (o.lanes) ranks.lanes = o.lanes;
   if (o.combine_dtype) ranks.combine_dtype = to_dtype(o.combine_dtype, "options.combine_dtype");
   if (o.fixed_sizes) {
     throw Error("options.fixed_sizes", std::to_string(o.fixed_sizes),
@@ -213,6 +214,7 @@ struct Call {
     options.accumulate = a.accumulate != 0;
     options.max_tokens = a.max_tokens;
     options.fixed_sizes = a.fixed_sizes != 0;
+    options.lane = a.lane;
     hooks = to_hooks(a.hooks, "args.hooks");
     if (a.hooks) options.hooks = &hooks;
     if (a.executor) executor.emplace(a.executor, "args.executor");

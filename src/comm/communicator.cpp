@@ -73,9 +73,13 @@ std::string Communicator::Impl::find_failure() const {
 std::string Communicator::Impl::why_gave_up() const {
   const std::lock_guard lock(mutex);
   std::string why = peers ? peers->failure() : std::string();
-  for (const auto& [members, part] : shared_parts) {
-    if (why.empty()) why = part->impl_->why_gave_up();
-  }
+  const auto ask = [&](const auto& parts) {
+    for (const auto& [key, part] : parts) {
+      if (why.empty()) why = part->impl_->why_gave_up();
+    }
+  };
+  ask(shared_parts);
+  ask(lanes);
   return why;
 }
 
@@ -211,6 +215,9 @@ std::string_view Communicator::backend() const {
 milliseconds Communicator::timeout() const {
   return impl_->options.timeout;
 }
+bool Communicator::wants_peer_memory() const {
+  return std::ranges::find(impl_->wishes, "yes") != impl_->wishes.end();
+}
 const std::vector<int>& Communicator::ranks_of_host() const {
   return impl_->host_ranks;
 }
@@ -291,8 +298,14 @@ std::shared_ptr<Communicator> Communicator::split(int color) {
   } catch (const Error&) {
     // A part that needs messages will say so.
   }
+  return std::shared_ptr<Communicator>(new Communicator(part_of(colors)));
+}
+
+/// That of the ranks with this one's color.
+std::unique_ptr<Communicator::Impl> Communicator::part_of(const std::vector<std::string>& colors) {
+  Impl& impl = *impl_;
   auto part = std::make_unique<Impl>();
-  part->prefix = core::format("{}s{}.{}/", impl.prefix, impl.splits++, color);
+  part->prefix = core::format("{}s{}.{}/", impl.prefix, impl.splits++, colors[impl.rank]);
   part->read_texts_of_whole = impl.read_texts;
   part->control = impl.control;
   part->data = impl.data;
@@ -316,13 +329,26 @@ std::shared_ptr<Communicator> Communicator::split(int color) {
     }
   }
   for (int& member : part->members) member = impl.global(member);
-  return std::shared_ptr<Communicator>(new Communicator(std::move(part)));
+  return part;
 }
 
 std::shared_ptr<Communicator> Communicator::shared_part(int color) {
   const std::shared_ptr<Communicator> part = split(color);
   const std::lock_guard lock(impl_->mutex);
   return impl_->shared_parts.emplace(part->impl_->members, part).first->second;
+}
+
+std::shared_ptr<Communicator> Communicator::lane(int number) {
+  const auto found = impl_->lanes.find(number);
+  if (found != impl_->lanes.end()) return found->second;
+  const std::vector<std::string> colors = gather(core::format("lane{}", number), "making a lane");
+  FUSEDMOE_CHECK(std::ranges::count(colors, colors[0]) == impl_->size, "lane",
+                 core::to_string(number), "the same on all ranks");
+  std::unique_ptr<Impl> part = part_of(colors);
+  part->data = nullptr;
+  std::shared_ptr<Communicator> made(new Communicator(std::move(part)));
+  const std::lock_guard lock(impl_->mutex);
+  return impl_->lanes.emplace(number, std::move(made)).first->second;
 }
 
 void Communicator::abort(std::string_view reason) noexcept {

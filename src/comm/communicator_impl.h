@@ -55,6 +55,7 @@ struct Communicator::Impl {
   mutable std::mutex mutex;
   mutable std::string failure;                                             // once known
   std::map<std::vector<int>, std::shared_ptr<Communicator>> shared_parts;  // by their members
+  std::map<int, std::shared_ptr<Communicator>> lanes;                      // by their numbers
   std::unique_ptr<comm::PeerWatch> peer_watch;  // the last to be made, the first to end
 
   /// The rank's number in the whole communicator, which both planes and all errors use.

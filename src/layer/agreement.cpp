@@ -4,6 +4,7 @@
 #include <map>
 
 #include "core/check.h"
+#include "fusedmoe/simulation.h"
 #include "fusedmoe/version.h"
 #include "moe/placement.h"
 
@@ -77,6 +78,18 @@ std::string router_text(const RouterConfig& router, const RouterWeights& weights
   return core::join(parts, ", ");
 }
 
+/// What the choice of a way depends on, in one line.
+std::string costs_text(const RankCosts& costs) {
+  std::vector<std::string> parts;
+  for (const RowPath path : {RowPath::kPeerMemory, RowPath::kAll2all, RowPath::kAllgather}) {
+    const RowCosts& rows = costs.of(path);
+    for (const LinkCost& link : {rows.dispatch, rows.per_rank, rows.per_slot}) {
+      parts.push_back(core::format("{} us + {} bytes/us", link.floor_us, link.bytes_per_us));
+    }
+  }
+  return core::join(parts, ", ");
+}
+
 }  // namespace
 
 void agree(Communicator& communicator, const std::function<Facts()>& prepare) {
@@ -102,12 +115,20 @@ bool across_ranks(const LayerOptions& options) {
 }
 
 LayerOptions complete(LayerOptions options) {
+  constexpr int kMostLanes = 8;
   RankOptions& ranks = options.ranks;
   options.parallel = parallel_of(options);
   options.parallel.validate();
   FUSEDMOE_CHECK(ranks.max_tokens_per_rank > 0 || !options.parallel.needs_dispatch(),
                  "options.ranks.max_tokens_per_rank", core::to_string(ranks.max_tokens_per_rank),
                  "positive: buffers of the other ranks are made for it");
+  FUSEDMOE_CHECK(ranks.lanes >= 1 && ranks.lanes <= kMostLanes, "options.ranks.lanes",
+                 core::to_string(ranks.lanes), core::format("1 to {}", kMostLanes));
+  if (ranks.lanes > 1 && options.device.is_cpu()) {
+    throw Error::unsupported(Reason::kDevice, "options.ranks.lanes",
+                             "options.ranks.lanes: from 2 on only ranks on GPUs, which read each "
+                             "other's memory");
+  }
   FUSEDMOE_CHECK(ranks.receive_capacity >= 0, "options.ranks.receive_capacity",
                  core::to_string(ranks.receive_capacity), "not negative");
   // Ranks with the same tokens can only add sums, which do not depend on the batch either.
@@ -117,7 +138,9 @@ LayerOptions complete(LayerOptions options) {
   FUSEDMOE_CHECK(!options.batch_invariant || ranks.combine.value_or(wanted) == wanted,
                  "options.ranks.combine", std::string(name(*ranks.combine)),
                  core::format("{} for batch_invariant", name(wanted)));
-  ranks.combine = ranks.combine.value_or(wanted);
+  // Through the memory of GPUs what is predicted to be faster.
+  const bool is_open = !options.device.is_cpu() && rows_travel && !options.batch_invariant;
+  if (!is_open) ranks.combine = ranks.combine.value_or(wanted);
   return options;
 }
 
@@ -166,7 +189,7 @@ Facts facts_of(const MoeConfig& config, const LayerWeights& weights, const Layer
       {"dp_size", number(parallel.dp_size)},
       {"ep_size", number(parallel.ep_size)},
       {"sequence_parallel", number(parallel.sequence_parallel)},
-      {"combine", std::string(name(config.combine))},
+      {"combine", ranks.combine ? std::string(name(*ranks.combine)) : "the faster"},
       {"combine_dtype", std::string(name(ranks.combine_dtype.value_or(config.dtype)))},
       {"dispatch_dtype",
        config.dispatch_dtype ? std::string(name(*config.dispatch_dtype)) : "as the experts read"},
@@ -175,6 +198,8 @@ Facts facts_of(const MoeConfig& config, const LayerWeights& weights, const Layer
       {"receive_capacity", number(ranks.receive_capacity)},
       {"drop_rows", number(ranks.drop_rows)},
       {"max_workspace_bytes", number(options.max_workspace_bytes)},
+      {"lanes", number(ranks.lanes)},
+      {"rank costs", config.device.is_cpu() ? "none" : costs_text(rank_costs())},
       {"placement", ranks.placement ? ranks.placement->json() : "linear"},
   };
   if (parallel.tp_size == 1) facts.emplace_back("intermediate", number(config.intermediate));

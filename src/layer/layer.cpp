@@ -173,6 +173,10 @@ MoeLayer::Impl::Sizes MoeLayer::Impl::check(const Call& call, Workspace workspac
   const std::int64_t num_tokens = call.hidden_states.size(0);
   check_tokens(call);
   core::check_row_buffer(call.output, "output", output_dtype, {num_tokens, hidden}, device);
+  const auto lanes = std::ssize(other_lanes) + 1;
+  FUSEDMOE_CHECK(options.lane >= 0 && options.lane < lanes, "options.lane",
+                 core::to_string(options.lane),
+                 core::format("below {}, the lanes that the layer was made with", lanes));
   const bool routed = call.routing.topk_ids.defined();
   if (routed) {
     const Shape choice{num_tokens, router.topk};

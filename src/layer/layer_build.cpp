@@ -98,9 +98,9 @@ void MoeLayer::Impl::bind() {
   // Across ranks ids travel faster than logits.
   const bool faster = router_weights.weight && selection.experts->routes_faster() &&
                       selection.prepare_finalize != &allgather_reducescatter();
+  Selection routing = selection;
+  routing.config.monolithic = true;
   if (options.monolithic || faster) {
-    Selection routing = selection;
-    routing.config.monolithic = true;
     Support support = selection.experts->supports(routing.config);
     if (support) support = selection.prepare_finalize->supports(routing.config);
     if (support) monolithic.emplace(routing.create(layer_context(options)));
@@ -110,6 +110,12 @@ void MoeLayer::Impl::bind() {
   }
   if (!layer::across_ranks(options)) return;
   communicator = options.ranks.communicator;
+  for (int lane = 1; lane < options.ranks.lanes; ++lane) {
+    Context context = layer_context(options);
+    context.ranks.communicator = communicator->lane(lane);
+    other_lanes.push_back({selection.create(context), std::nullopt});
+    if (monolithic) other_lanes.back().monolithic.emplace(routing.create(context));
+  }
   const ParallelConfig& parallel = options.parallel;
   if (parallel.needs_dispatch()) max_tokens_per_rank = options.ranks.max_tokens_per_rank;
   if (parallel.ep_size == 1) return;
@@ -228,6 +234,7 @@ void check_one_rank(const LayerWeights& weights, const LayerOptions& options) {
       {ranks.replica_choice != ReplicaChoice::kHash, "replica_choice"},
       {ranks.combine.has_value(), "combine"},
       {ranks.combine_dtype.has_value(), "combine_dtype"},
+      {ranks.lanes != 1, "lanes"},
       {ranks.dispatch_dtype.has_value(), "dispatch_dtype"}};
   for (const auto& [is_given, name] : given) {
     if (!is_given) continue;

@@ -79,6 +79,12 @@ struct MoeLayer::Impl {
   std::int64_t hidden;                      // of the layer, not of experts between projections
   ModularKernel kernel;                     // takes ids and weights
   std::optional<ModularKernel> monolithic;  // routes by itself, with the same packed weights
+  /// The same on lanes 1, 2, ... of the communicator.
+  struct Lane {
+    ModularKernel kernel;
+    std::optional<ModularKernel> monolithic;
+  };
+  std::vector<Lane> other_lanes;
   std::shared_ptr<PackedWeights> packed;
   std::optional<Shared> shared;
   DType output_dtype;
@@ -134,7 +140,10 @@ struct MoeLayer::Impl {
   Call call(const TensorView& hidden_states, const TensorView& output, const Routing* routing,
             const ForwardOptions& options) const;
   const ModularKernel& kernel_of(const Call& call) const {
-    return monolithic && !call.routing.topk_ids ? *monolithic : kernel;
+    const bool routes = monolithic && !call.routing.topk_ids;
+    if (call.options.lane == 0) return routes ? *monolithic : kernel;
+    const Lane& lane = other_lanes[static_cast<std::size_t>(call.options.lane) - 1];
+    return routes ? *lane.monolithic : lane.kernel;
   }
   void check_tokens(const Call& call) const;
   void check_results(const Call& call, Workspace workspace) const;

@@ -185,6 +185,10 @@ void MoeLayer::commit_move() {
     copy(move.expert_map, impl.expert_map, impl.stream);
     move_on(impl.kernel);
     if (impl.monolithic) move_on(*impl.monolithic);
+    for (const Impl::Lane& lane : impl.other_lanes) {
+      move_on(lane.kernel);
+      if (lane.monolithic) move_on(*lane.monolithic);
+    }
     for (const layer::Arrival& each : move.arrivals) {
       impl.kernel.experts().replace_expert(*impl.packed, each.place, *each.expert, impl.stream);
     }

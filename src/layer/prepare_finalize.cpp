@@ -101,7 +101,8 @@ class NoEpSums final : public PrepareAndFinalize {
         layer_(sums_.communicator()->next_layer()) {
     if (!config.device.is_cpu()) {
       version_ = Tensor::zeros({1}, DType::kI32, config.device);
-      sums_.map_peers(config.hidden, static_cast<std::uint32_t>(layer_), version_);
+      sums_.map_peers(config.hidden, static_cast<std::uint32_t>(layer_), version_,
+                      context.ranks.lanes);
     }
     sums_.connect();
   }

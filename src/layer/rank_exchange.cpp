@@ -37,7 +37,7 @@ void RankExchange::check(const StepSizes& sizes) const {
                        core::format("{} tokens", sizes.max_tokens),
                        core::format("at most max_tokens_per_rank, {}", most));
   if (!sizes.fixed) return;
-  if (rules_.per_slot() && rules_.way != RowWay::kPeerMemory) {
+  if (rules_.per_slot() && sizes.way != RowWay::kPeerMemory) {
     throw Error::conflict("fixed_sizes", "combine per_slot",
                           "the host must know how many rows come; a stream that is captured "
                           "implies fixed sizes");

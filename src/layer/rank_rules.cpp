@@ -50,6 +50,7 @@ RankRules::RankRules(const MoeConfig& config, const Context& context, bool allga
       num_logits(config.monolithic ? config.num_experts : 0),
       hooks(config.hooks),
       one_pass(hooks || config.monolithic || batch_dependent(config.scheme)),
+      lanes(context.ranks.lanes),
       sums(nullptr),
       parallel(config.parallel),
       placement(placement_on(config.parallel, config, context.ranks)) {
@@ -61,12 +62,14 @@ RankRules::RankRules(const MoeConfig& config, const Context& context, bool allga
   const bool nearest = context.ranks.replica_choice == ReplicaChoice::kNearest;
   if (nearest && !sums.needed()) nearest_rank = rank;
   if (!device.is_cpu()) {
-    if (sums.needed()) sums.map_peers(config.hidden, layer, version);
+    if (sums.needed()) sums.map_peers(config.hidden, layer, version, lanes);
     no_peer_memory = map_peers(config, context.ranks);
+    check_lanes(lanes, no_peer_memory);
     if (no_peer_memory.empty()) way = RowWay::kPeerMemory;
   }
-  if (way == RowWay::kPeerMemory) return;
-  connect_for("rows that travel", no_peer_memory, *context.ranks.communicator);
+  if (way == RowWay::kPeerMemory && peer_tokens == max_tokens_per_rank) return;
+  connect_for("rows that travel", way == RowWay::kPeerMemory ? rows_travel() : no_peer_memory,
+              *context.ranks.communicator);
   if (way == RowWay::kInPlace) return;
   records = pinned({size, record_bytes(size)}, DType::kU8, device);
 }

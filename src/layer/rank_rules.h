@@ -50,14 +50,19 @@ struct RankRules {
   /// The way, in words: "peer memory"; "messages over nccl: rank 1: peer_memory is false".
   std::string rows_travel() const;
   bool per_slot() const { return combine == CombineMode::kPerSlot; }
+  /// That of a forward of so many tokens at most.
+  RowWay way_of(std::int64_t max_tokens) const {
+    const bool is_more = way == RowWay::kPeerMemory && max_tokens > peer_tokens;
+    return is_more ? RowWay::kDeviceMessages : way;
+  }
 
   const Device device;
   const bool allgather;  // this is allgather_reducescatter
   const bool drop_rows;
   const std::optional<QuantKey> activations;  // of the scheme
   const std::optional<bool> quantizes_first;  // rows travel quantized; none: as experts read them
-  const CombineMode combine;
-  const DType combine_dtype;
+  CombineMode combine;
+  DType combine_dtype;
   const std::int64_t receive_capacity, max_tokens_per_rank;
   const std::int64_t num_local_experts;
   const double local_share;       // of all experts
@@ -69,10 +74,12 @@ struct RankRules {
   int size = 1, rank = 0;               // in the group
   std::vector<int> members;             // of the group, as numbers of all ranks
   int num_all = 1;                      // ranks of the layer
+  int lanes = 1;                        // as in RankOptions
   RankSums sums;                        // over the ranks that have the same tokens
   RowWay way = RowWay::kDeviceMessages;
-  std::string no_peer_memory;  // why rows are messages between GPUs
-  bool shared = false;         // in place, and the ranks are processes that share memory
+  std::int64_t peer_tokens = 0;  // of peer memory: forwards of more tokens send messages
+  std::string no_peer_memory;    // why rows are messages between GPUs
+  bool shared = false;           // in place, and the ranks are processes that share memory
   std::uint32_t layer = 0;
   Tensor records;  // of messages: (num_ranks, record_bytes), on the host, which reads them there
 
@@ -91,8 +98,8 @@ struct RankRules {
 
  private:
   void join(const std::shared_ptr<Communicator>& all);
-  /// Why rows cannot go through the memory of GPUs; empty: they do.
-  std::string map_peers(const MoeConfig& config, const RankOptions& options) const;
+  /// Why rows cannot go through the memory of GPUs; empty: they do, and it is chosen how.
+  std::string map_peers(MoeConfig config, const RankOptions& options);
   void place_experts(Stream stream);
   struct Map {
     Tensor& tensor;

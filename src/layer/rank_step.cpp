@@ -87,19 +87,19 @@ StepSizes::StepSizes(const RankRules& rules, const ProblemSize& caller, const Pr
       topk(caller.topk),
       hidden(caller.hidden),
       dtype(caller.dtype),
+      way(rules.way_of(max_tokens)),
       sent(rules.sent_as(read)),
       read(read),
       fixed(caller.fixed_sizes),
       // With fixed sizes as many rows travel as there can be, so nothing is gained by packing them.
       // Through peer memory all ranks get the ids of all rows, and fetch those that they want.
-      to_all(rules.allgather || (fixed && rules.way == RowWay::kDeviceMessages) ||
-             rules.way == RowWay::kPeerMemory),
+      to_all(rules.allgather || (fixed && way == RowWay::kDeviceMessages) ||
+             way == RowWay::kPeerMemory),
       capacity(rules.size * max_tokens),
       converts(sent.quant != read.quant && !(sent.quant && read.takes_quantized && !rules.hooks)),
       // Messages to all send this rank's rows from where they are received.
-      by_address(
-          read.by_address && !rules.hooks && !converts &&
-          (rules.way == RowWay::kInPlace || (rules.way == RowWay::kHostMessages && !to_all))) {
+      by_address(read.by_address && !rules.hooks && !converts &&
+                 (way == RowWay::kInPlace || (way == RowWay::kHostMessages && !to_all))) {
   if (rules.receive_capacity > 0 && !fixed) capacity = std::min(capacity, rules.receive_capacity);
   // A rank's own rows lie there too, even where it has no experts.
   if (to_all) capacity = std::max(capacity, max_tokens);

@@ -48,6 +48,7 @@ struct StepSizes {
 
   std::int64_t num_tokens, max_tokens, topk, hidden;
   DType dtype;
+  RowWay way;
   Preparation sent, read;  // how rows travel, and how the experts read them
   bool fixed;              // every rank sends max_tokens rows to each that has experts
   bool to_all;             // all rows go to all ranks that have experts

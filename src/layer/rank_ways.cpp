@@ -3,13 +3,14 @@
 #include "layer/device_messages.h"
 #include "layer/host_messages.h"
 #include "layer/peer_rows.h"
+#include "layer/row_choice.h"
 #include "layer/rows_in_place.h"
 
 namespace fusedmoe::layer {
 
 std::unique_ptr<RankStep> RankStep::make(const RankRules& rules, const StepSizes& sizes,
                                          void* memory) {
-  switch (rules.way) {
+  switch (sizes.way) {
     case RowWay::kInPlace:
       return std::make_unique<RowsInPlace>(rules, sizes, memory);
     case RowWay::kHostMessages:
@@ -32,14 +33,20 @@ std::string RankRules::rows_travel() const {
       return core::format("messages over {}{}", plane, then);
     case RowWay::kDeviceMessages:
       return core::format("messages over {}: {}{}", plane, no_peer_memory, then);
-    case RowWay::kPeerMemory:
-      return peer_memory_of(*group);
+    case RowWay::kPeerMemory: {
+      const std::string memory = peer_memory_of(*group);
+      if (peer_tokens == max_tokens_per_rank) return memory;
+      return core::format(
+          "{} up to {} tokens, then messages over {}, which are predicted to be "
+          "faster",
+          memory, peer_tokens, plane);
+    }
   }
   return {};
 }
 
 /// The same on all ranks: they have agreed on what it depends on.
-std::string RankRules::map_peers(const MoeConfig& config, const RankOptions& options) const {
+std::string RankRules::map_peers(MoeConfig config, const RankOptions& options) {
   if (num_logits > 0) return "monolithic experts would route the rows that nobody fills";
   if (parallel.ep_size == 1 || size < num_all || sums.needed()) {
     return "ranks with slices of the same experts, or with the same tokens, add sums";
@@ -47,7 +54,18 @@ std::string RankRules::map_peers(const MoeConfig& config, const RankOptions& opt
   if (hooks) return "hooks are told whose each row is, and here are rows of nobody";
   if (receive_capacity > 0) return "receive_capacity limits rows that are counted";
   if (max_tokens_per_rank == 0) return "max_tokens_per_rank is not given";
-  return group->map_peers(PeerRows::arena_bytes(config, options, size));
+  const bool may_send = !group->wants_peer_memory() && group->backend() != "none" && lanes == 1;
+  const RowPath messages = allgather ? RowPath::kAllgather : RowPath::kAll2all;
+  const RowChoice choice = choose_rows(rank_costs(), config, options, placement,
+                                       may_send ? std::optional(messages) : std::nullopt);
+  if (choice.peer_tokens == 0) return "they are predicted to be faster";
+  config.combine = choice.combine;
+  const std::string why = group->map_peers(PeerRows::arena_bytes(config, options, size));
+  if (!why.empty()) return why;
+  combine = choice.combine;
+  if (per_slot()) combine_dtype = DType::kF32;
+  peer_tokens = choice.peer_tokens;
+  return {};
 }
 
 }  // namespace fusedmoe::layer

@@ -14,7 +14,9 @@
 #include "fusedmoe/runtime.h"
 #include "layer/checks.h"
 #include "layer/peer_rows.h"
+#include "layer/row_choice.h"
 #include "layer/tuned_configs.h"
+#include "moe/placement.h"
 #include "reference/experts.h"
 
 namespace fusedmoe {
@@ -275,7 +277,12 @@ std::size_t Selection::peer_bytes(const RankOptions& ranks) const {
                             : static_cast<int>(config.parallel.gather_group().size());
   if (num_ranks < num_all) return PeerMemory::head_bytes();  // sums have a place of one size
   if (num_all == 1 || config.parallel.ep_size == 1) return 0;
-  return layer::PeerRows::arena_bytes(config, ranks, num_ranks);
+  MoeConfig chosen = config;
+  chosen.combine =
+      layer::choose_rows(rank_costs(), config, ranks,
+                         core::placement_of(ranks.placement, config.num_experts, num_all), {})
+          .combine;
+  return layer::PeerRows::arena_bytes(chosen, ranks, num_ranks);
 }
 
 std::size_t Selection::peer_bytes(const RankOptions& ranks, int num_ranks) const {

@@ -35,6 +35,9 @@ struct PeerStep {
   std::int64_t weights = 0;              ///< (ranks, most_tokens, topk) f32
   std::int64_t rows[kMostTensors] = {};  ///< (most_tokens, columns of the tensor)
   std::int64_t results = 0;  ///< what this rank's experts leave for the tokens of all ranks
+  /// So many steps, each of an arena of its own, may wait on a GPU at the same time: each leaves
+  /// multiprocessors to what the others wait for.
+  int lanes = 1;
 };
 
 /// What a rank shows the others.
@@ -83,6 +86,7 @@ struct PeerParts {
   TensorView partial;                        ///< (num_tokens, hidden), contiguous: this rank's part
   TensorView output;  ///< (num_tokens, hidden), of the same dtype or f32; or `partial` is f32
   bool accumulate = false;
+  int lanes = 1;  ///< as in PeerStep
 };
 
 class PeerMemory {

@@ -2,15 +2,13 @@
 #include <dlfcn.h>
 
 #include "../unit/temporary_directory.h"
-#include "capi_test.h"
+#include "capi_ranks.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "testing/compare.h"
 
 namespace fusedmoe::testing::cuda_test {
-
-constexpr std::int64_t kTokens = 5;
 
 Tensor bf16(const Tensor& values) {
   Tensor result = Tensor::empty(values.shape(), DType::kBF16);
@@ -59,6 +57,74 @@ TEST(CCudaTest, AForwardOnAStreamAndInAGraph) {
   graph.launch(stream);
   synchronize(stream);
   EXPECT_LE(compare(to_device(output, {}), expected).max_norm_relative, 2e-2);
+}
+
+/// Two ranks on one GPU, driven by one thread: two micro-batches are in flight on two streams.
+TEST(CCudaTest, LanesOverlap) {
+  const std::string problem = fusedmoe_device_problem(FUSEDMOE_CUDA, 0);
+  if (!problem.empty()) GTEST_SKIP() << problem;
+  constexpr int kRanks = 2, kLanes = 2;
+  const Device gpu{DeviceKind::kCuda, 0};
+  fusedmoe_communicator* made[kRanks] = {};
+  auto meeting = sized<fusedmoe_communicator_options>();
+  meeting.timeout_ms = 60000;
+  meeting.device_type = FUSEDMOE_CUDA;
+  meeting.peer_memory = 2;
+  ASSERT_OK(fusedmoe_communicator_create_threads(kRanks, &meeting, made));
+  const Handle<fusedmoe_communicator> first(made[0]), second(made[1]);
+  std::vector<Handle<fusedmoe_layer>> layers(kRanks);
+  on_two_threads([&](int rank) {
+    TinyLayer tiny;
+    const Tensor w13 = bf16(tiny.w13), w2 = bf16(tiny.w2);
+    tiny.experts.w13 = to_c(w13);
+    tiny.experts.w2 = to_c(w2);
+    tiny.options.dtype = FUSEDMOE_BF16;
+    tiny.options.device_type = FUSEDMOE_CUDA;
+    tiny.options.communicator = made[rank];
+    tiny.options.max_tokens_per_rank = kTokens;
+    tiny.options.lanes = kLanes;
+    layers[rank] = tiny.create();
+  });
+  ASSERT_TRUE(layers[0] && layers[1]);
+  std::vector<OwnedStream> streams;
+  std::vector<fusedmoe_forward_args> args;
+  std::vector<Tensor> kept, outputs, expected;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    streams.emplace_back(gpu);
+    for (int rank = 0; rank < kRanks; ++rank) {
+      auto& own = args.emplace_back(sized<fusedmoe_forward_args>());
+      kept.push_back(
+          to_device(bf16(TinyLayer::filled({kTokens, TinyLayer::kHidden}, 10 * lane + rank)), gpu));
+      outputs.push_back(to_device(kept.back(), gpu));
+      own.hidden_states = to_c(kept.back());
+      own.output = to_c(outputs.back());
+      ASSERT_OK(fusedmoe_layer_workspace_bytes(layers[rank].get(), kTokens, &own.workspace_bytes));
+      kept.push_back(
+          Tensor::empty({static_cast<std::int64_t>(own.workspace_bytes)}, DType::kU8, gpu));
+      own.workspace = kept.back().data();
+      own.stream = Stream(streams.back()).handle;
+      own.lane = lane;
+    }
+  }
+  synchronize(Stream{gpu});
+  /// Those of both lanes at once, or one lane behind the other.
+  const auto run = [&](std::size_t begin, std::size_t end) {
+    std::vector<fusedmoe_step*> steps(end - begin);
+    for (std::size_t i = begin; i < end; ++i) {
+      ASSERT_OK(fusedmoe_layer_begin(layers[i % kRanks].get(), &args[i], &steps[i - begin]));
+    }
+    for (fusedmoe_step* step : steps) EXPECT_OK(fusedmoe_step_compute(step));
+    for (fusedmoe_step* step : steps) EXPECT_OK(fusedmoe_step_finish(step));
+    for (fusedmoe_step* step : steps) fusedmoe_step_destroy(step);
+    for (const OwnedStream& stream : streams) synchronize(stream);
+  };
+  run(0, kRanks);
+  run(kRanks, kRanks * kLanes);
+  for (const Tensor& output : outputs) expected.push_back(to_device(output, {}));
+  run(0, kRanks * kLanes);
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    EXPECT_TRUE(bitwise_equal(to_device(outputs[i], {}), expected[i])) << i;
+  }
 }
 
 /// One rank suffices to see that the communicator is made of what the caller brings.

@@ -121,7 +121,8 @@ TEST(COptionsTest, OfALayerAreObeyedOrRefused) {
             LAYER(packed_unverified, c.options.packed_unverified = 1; c.refused("packed_weights");),
             LAYER(hooks, auto hooks = sized<fusedmoe_hooks>(); c.args.hooks = &hooks;
                   EXPECT_EQ(c.forward(c.create()), FUSEDMOE_UNSUPPORTED); c.options.hooks = 1;
-                  EXPECT_OK(c.forward(c.create()));)
+                  EXPECT_OK(c.forward(c.create()));),
+            OF_RANKS(lanes, 2)
       },
       sizeof(T));
 }
@@ -197,7 +198,8 @@ TEST(COptionsTest, OfAForwardAreObeyedOrRefused) {
             CALL(executor, auto executor = sized<fusedmoe_executor>(); executor.concurrency = 1;
                  c.args.executor = &executor; c.forward_refused("args.executor.run");),
             CALL(hooks, auto hooks = sized<fusedmoe_hooks>(); c.args.hooks = &hooks;
-                 EXPECT_EQ(c.forward(c.create()), FUSEDMOE_UNSUPPORTED);)
+                 EXPECT_EQ(c.forward(c.create()), FUSEDMOE_UNSUPPORTED);),
+            CALL(lane, c.args.lane = 1; c.forward_refused("options.lane");)
       },
       sizeof(T));
   // The caller's routing has no logits.

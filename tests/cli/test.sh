@@ -81,13 +81,14 @@ case $situation in
     small=(--shape 64x64x16x2 --min-samples 1 --max-seconds 0.05)
     # On a busy machine few tokens may take as long as many.
     if "$program" bench "${small[@]}" --ep 2 --tokens 1,4096 --calibrate costs.json >out 2>err; then
-      grep -q '"source": "bench --ep 2 on cpu, bf16"' costs.json || fail "no costs"
+      grep -q '"source": "measured: bench --ep 2 on cpu, bf16"' costs.json || fail "no costs"
     else
       grep -Eq '^error: samples: .* more time for more bytes$' err || fail "another error"
     fi
     cat >costs.json <<'COSTS'
-{"dispatch": {"floor_us": 1, "gigabytes_per_second": 1, "source": "a"},
- "combine": {"floor_us": 1, "gigabytes_per_second": 1},
+{"peer_memory": {"dispatch": {"floor_us": 1, "gigabytes_per_second": 1, "source": "a"},
+                 "per_rank": {"floor_us": 1, "gigabytes_per_second": 1},
+                 "per_slot": {"floor_us": 1, "gigabytes_per_second": 1}},
  "between_hosts": {"floor_us": 2, "gigabytes_per_second": 3, "source": "b"},
  "experts": {"gigabytes_per_second": 4, "teraflops": 5, "source": "c"}}
 COSTS
@@ -95,6 +96,8 @@ COSTS
     succeeds "${plan[@]}" --ep 2,16
     says '^ +2 +1 +64 .* us +0\.[0-9]+ +0\.000 +1\.[0-9]+$'
     says '^ +16 +2 +64 '
+    says '^peer_memory dispatch within a host: 1.0 us and 1.0 GB/s \(a\)$'
+    says '^all2all per_rank within a host: .* H200'
     says '^between hosts: 2.0 us and 3.0 GB/s \(b\)$'
     says '^experts: 4 GB/s and 5 TFLOP/s \(c\)$'
     succeeds simulate --model gpt-oss-20b --ep 8 --hosts 4 --tokens 8 --json
@@ -115,9 +118,12 @@ COSTS
       --ep 2 --dispatch-dtype i8
     wrong '^error: --shape 64x64x8x9: router.topk: was 9; ' simulate --shape 64x64x8x9 --ep 4
     wrong '^error: --hosts: was 3; must be a divisor of the number of ranks, 4$' "${plan[@]}" --ep 4 --hosts 3
-    echo '{"dispatch": {"floor_us": 1}}' >half.json
-    refuses '^error: half.json: dispatch.gigabytes_per_second: was missing; must be a number above 0$' \
+    echo '{"all2all": {"dispatch": {"floor_us": 1}}}' >half.json
+    refuses '^error: half.json: all2all.dispatch.gigabytes_per_second: was missing; must be a number above 0$' \
       simulate --shape 64x64x16x2 --ep 2 --costs half.json
+    echo '{"dispatch": {"floor_us": 1}}' >old.json
+    refuses '^error: old.json: costs: was without peer_memory, all2all and ' \
+      simulate --shape 64x64x16x2 --ep 2 --costs old.json
     wrong '^error: --rows-only cannot be used with --calibrate$' bench "${small[@]}" --ep 2 --tokens 1,8 --rows-only \
       --calibrate other.json
     wrong '^error: --calibrate needs several ranks: --ep or --dp$' bench "${small[@]}" --calibrate other.json
@@ -219,6 +225,10 @@ COSTS
     unset CUDA_VISIBLE_DEVICES
     refuses '^error: --compute-capability cannot be used with --device cpu: a GPU has one$' \
       explain --model gpt-oss-20b --compute-capability 9.0 --device cpu
+    succeeds explain --model gpt-oss-120b --ep 4 --compute-capability 9.0
+    says '^rows of 64 tokens a rank on GPUs of one host, as predicted:$'
+    says '^\* peer_memory +per_rank dispatch [0-9.]+ us, combine [0-9.]+ us$'
+    says '^  all2all +per_rank dispatch '
     succeeds explain --model gpt-oss-120b --ep 64 --combine per_slot
     says '^64 ranks: tp 1, dp 64, ep 64; rank 0 has 2 experts of 2880 x 2880; per_slot'
     says '^\* +cpu +all2all '

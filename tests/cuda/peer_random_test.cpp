@@ -85,8 +85,7 @@ struct RandomLayer {
     experts.seed = random.bits();
     spec.shared_experts = one_in(6);
     batch_invariant = one_in(2);
-    options.require =
-        std::string("sm90+") + (one_in(3) ? "allgather_reducescatter" : "all2all");
+    options.require = std::string("sm90+") + (one_in(3) ? "allgather_reducescatter" : "all2all");
     RankOptions& ranks = options.ranks;
     ranks.placement = random_placement(random, experts.num_experts, size);
     if (one_in(4)) ranks.replica_choice = ReplicaChoice::kNearest;
@@ -107,8 +106,8 @@ struct RandomLayer {
     config.dispatch_dtype = options.ranks.dispatch_dtype;
     config.batch_invariant = batch_invariant;
     for (const Candidate& each : explain(config).candidates) {
-      const std::string pair = std::string(each.experts->name()) + "+" +
-                               std::string(each.prepare_finalize->name());
+      const std::string pair =
+          std::string(each.experts->name()) + "+" + std::string(each.prepare_finalize->name());
       if (pair == options.require) return static_cast<bool>(each.support);
     }
     return false;
@@ -183,8 +182,8 @@ TEST_P(PeerRandomTest, GivesTheOutputOfOneRank) {
     const bool routed = random.below(4) > 0;
     std::vector<PeerBuffers> buffers;
     for (int r = 0; r < made.size; ++r) {
-      const std::int64_t tokens = r == step % made.size ? options.max_tokens
-                                                        : random.below(options.max_tokens + 1);
+      const std::int64_t tokens =
+          r == step % made.size ? options.max_tokens : random.below(options.max_tokens + 1);
       buffers.emplace_back(*layers[r], tokens, made.most);
       const PeerBuffers& own = buffers[r];
       own.fill(random_tensor(made.options.dtype, own.x.shape(), 1, random.bits()));

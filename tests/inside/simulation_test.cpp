@@ -25,8 +25,10 @@ Tensor even_ids(std::int64_t num_tokens, std::int64_t topk, std::int64_t num_exp
 }
 
 RankCosts costs() {
-  return {.dispatch = {10, 300e3, "a"},
-          .combine = {10, 200e3, "b"},
+  const RowCosts rows{{10, 300e3, "a"}, {10, 200e3, "b"}, {20, 400e3, "e"}};
+  return {.peer_memory = rows,
+          .all2all = rows,
+          .allgather_reducescatter = rows,
           .between_hosts = {24, 42e3, "c"},
           .experts = {4e6, 900e6, "d"}};
 }
@@ -62,6 +64,58 @@ TEST(SimulationTest, ARowGoesOnceToARankOrToEachExpert) {
   EXPECT_EQ(simulate(costs(), layer, ids).inside_bytes, 6);
 }
 
+TEST(SimulationTest, RowsPerSlotComeBackFromEachExpert) {
+  SimulatedLayer layer{.placement = ExpertPlacement::linear(8, 2)};
+  layer.tokens_per_rank = 2;
+  layer.sent_row_bytes = 1;
+  layer.returned_row_bytes = 1000;
+  Tensor ids = Tensor::empty({1, 3}, DType::kI32);
+  for (int i = 0; i < 3; ++i) ids.as<std::int32_t>()[i] = 4 + i;  // all on rank 1
+  EXPECT_DOUBLE_EQ(simulate(costs(), layer, ids).combine_us, 10 + 2 * 1000 / 200e3);
+  layer.combine = CombineMode::kPerSlot;
+  EXPECT_DOUBLE_EQ(simulate(costs(), layer, ids).combine_us, 20 + 6 * 1000 / 400e3);
+}
+
+TEST(SimulationTest, MessagesOfFixedSizesGoToAllRanksWithExperts) {
+  SimulatedLayer layer{.placement = ExpertPlacement(2, 4, {0, 1}, {0, 1})};  // 2 and 3 have none
+  layer.tokens_per_rank = 5;
+  layer.sent_row_bytes = 1;
+  Tensor ids = Tensor::empty({1, 1}, DType::kI32);
+  ids.as<std::int32_t>()[0] = 0;
+  EXPECT_EQ(simulate(costs(), layer, ids).inside_bytes, 15) << "rank 0 gets those of three others";
+  layer.path = RowPath::kAllgather;
+  EXPECT_EQ(simulate(costs(), layer, ids).inside_bytes, 15);
+  layer.placement = ExpertPlacement::linear(4, 4);
+  layer.path = RowPath::kPeerMemory;
+  layer.fixed_sizes = true;
+  EXPECT_EQ(simulate(costs(), layer, ids).inside_bytes, 15);
+  ids.as<std::int32_t>()[0] = -1;
+  EXPECT_EQ(simulate(costs(), layer, ids).inside_bytes, 0);
+  layer.path = RowPath::kAll2all;
+  EXPECT_EQ(simulate(costs(), layer, ids).inside_bytes, 15);
+}
+
+TEST(SimulationTest, WithoutIdsItTellsTheMean) {
+  SimulatedLayer layer{.placement = ExpertPlacement::linear(64, 8), .num_hosts = 2};
+  layer.tokens_per_rank = 1000;
+  layer.sent_row_bytes = layer.returned_row_bytes = 14336;
+  layer.expert_bytes = 1e6;
+  layer.row_flops = 1e9;
+  const SimulatedStep even = simulate(costs(), layer, even_ids(8000, 8, 64));
+  const SimulatedStep mean = simulate(costs(), layer, 8);
+  EXPECT_NEAR(mean.experts_us, even.experts_us, 0.02 * even.experts_us);
+  EXPECT_DOUBLE_EQ(mean.balance, 1);
+  testing::Case spec;
+  spec.num_tokens = 8000;
+  spec.num_experts = 64;
+  spec.topk = 8;
+  spec.hidden = spec.intermediate = 16;
+  const SimulatedStep drawn = simulate(costs(), layer, testing::make_problem(spec).topk_ids);
+  EXPECT_NEAR(mean.dispatch_us, drawn.dispatch_us, 0.05 * drawn.dispatch_us);
+  EXPECT_NEAR(mean.inside_bytes, drawn.inside_bytes, 0.06 * drawn.inside_bytes);
+  EXPECT_NEAR(mean.between_bytes, drawn.between_bytes, 0.06 * drawn.between_bytes);
+}
+
 TEST(SimulationTest, CopiesShareTheRows) {
   SimulatedLayer layer{.placement = ExpertPlacement(2, 2, {0, 1, 0}, {0, 0, 1})};
   layer.tokens_per_rank = 1000;
@@ -91,6 +145,27 @@ TEST(SimulationTest, OneLatencyAndOneRateReproduceDeepEpsTable) {
   }
 }
 
+// The same through peer memory: dispatch and combine with fixed sizes, hidden 7168, top-8 of 256,
+// bf16 (bench/results/ep-4-gpus-89da804.txt).
+TEST(SimulationTest, TwoGpusTellOfPeerMemoryOfFour) {
+  RankCosts costs;
+  costs.peer_memory.dispatch = costs.peer_memory.per_rank =
+      each_way(fit_link({0.23e6, 15.3}, {234.882e6, 789.4}, "two H200, fixed sizes"));
+  struct Row {
+    std::int64_t tokens;
+    double us;
+  };
+  for (const Row& row : {Row{1, 15.4}, Row{8, 16.8}, Row{32, 23.8}, Row{128, 50.8}, Row{512, 151},
+                         Row{2048, 535}, Row{8192, 2094}}) {
+    SimulatedLayer layer{.placement = ExpertPlacement::linear(256, 4),
+                         .path = RowPath::kPeerMemory};
+    layer.tokens_per_rank = row.tokens;
+    layer.sent_row_bytes = layer.returned_row_bytes = 2 * 7168;
+    const SimulatedStep step = simulate(costs, layer, 8);
+    EXPECT_NEAR(step.dispatch_us + step.combine_us, row.us, 0.20 * row.us) << row.tokens;
+  }
+}
+
 // Whole steps of 128 FP8 experts of 7168 x 2048, top-8, on four H200 over NCCL. The link's costs
 // are of two H200; those of experts of two of the sizes.
 TEST(SimulationTest, TwoGpusTellOfFour) {
@@ -101,11 +176,12 @@ TEST(SimulationTest, TwoGpusTellOfFour) {
     return ExpertsSample{hit * expert_weights, rows * 2 * expert_weights, us};
   };
   RankCosts costs;
-  costs.dispatch = fit_link({0.115e6, 13.3}, {117.441e6, 484.7}, "two H200, fixed sizes");
-  costs.combine = fit_link({0.115e6, 14.3}, {117.441e6, 508.4}, "two H200, fixed sizes");
+  RowCosts& messages = costs.all2all;
+  messages.dispatch = fit_link({0.115e6, 13.3}, {117.441e6, 484.7}, "two H200, fixed sizes");
+  messages.per_rank = fit_link({0.115e6, 14.3}, {117.441e6, 508.4}, "two H200, fixed sizes");
   costs.experts = fit_experts(experts(8, 316.5), experts(8192, 6601.5), "one H200");
-  EXPECT_NEAR(costs.dispatch.bytes_per_us, 249e3, 1e3);
-  EXPECT_NEAR(costs.dispatch.floor_us, 12.8, 0.1);
+  EXPECT_NEAR(messages.dispatch.bytes_per_us, 249e3, 1e3);
+  EXPECT_NEAR(messages.dispatch.floor_us, 12.8, 0.1);
 
   struct Row {
     std::int64_t tokens;
@@ -133,8 +209,8 @@ TEST(SimulationTest, CostsAreReadAsTheyWereWritten) {
   EXPECT_EQ(read.json(), costs().json());
   EXPECT_EQ(read.between_hosts.source, "c");
   EXPECT_DOUBLE_EQ(read.experts.flops_per_us, 900e6);
-  for (const char* wrong : {"", "[]", "{}", R"({"dispatch": 1})",
-                            R"({"dispatch": {"floor_us": "1", "gigabytes_per_second": 1}})"}) {
+  for (const char* wrong :
+       {"", "[]", "{}", R"({"dispatch": 1})", R"({"all2all": {"dispatch": {"floor_us": "1"}}})"}) {
     EXPECT_THROW(RankCosts::parse(wrong), Error) << wrong;
   }
   std::string zero = costs().json();

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from conftest import need_cuda  # noqa: E402
+from rank_layers import RANKS, run_threads  # noqa: E402
 
 import fusedmoe  # noqa: E402
 import fusedmoe.integrations.torch  # noqa: E402, F401
@@ -133,3 +134,41 @@ def test_wrong_devices_raise(weights):
         right = dict(hidden_states=x, topk_weights=topk_weights, topk_ids=topk_ids)
         with pytest.raises(ValueError):
             fusedmoe.fused_experts(w13=weights[0], w2=weights[1], **{**right, name: wrong})
+
+
+def test_lanes_overlap(weights, tmp_path):
+    """One thread drives two ranks on the GPU: two micro-batches are in flight on two streams."""
+    tmp_path.chmod(0o700)
+
+    def make(rank):
+        communicator = fusedmoe.Communicator.from_folder(
+            rank, RANKS, tmp_path, device="cuda:0", peer_memory=True, timeout=60
+        )
+        return fusedmoe.MoELayer.from_tensors(
+            *weights, topk=TOPK, device="cuda:0", communicator=communicator, max_tokens_per_rank=5,
+            lanes=2,
+        )
+
+    layers = run_threads(make)
+    inputs = [[routed(5) for _ in layers] for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+
+    def run(lanes):
+        steps = []
+        for lane in lanes:
+            with torch.cuda.stream(streams[lane]):
+                steps += [
+                    layer.begin(*own, lane=lane) for layer, own in zip(layers, inputs[lane])
+                ]
+        for step in steps:
+            step.compute()
+        outputs = [step.finish() for step in steps]
+        torch.cuda.synchronize()
+        return outputs
+
+    expected = run([0]) + run([1])
+    for _ in range(10):
+        assert all(torch.equal(*pair) for pair in zip(run([0, 1]), expected))
+    for output, own in zip(expected, inputs[0] + inputs[1]):
+        assert_near(output, on_the_cpu(weights, *own))

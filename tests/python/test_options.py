@@ -106,6 +106,7 @@ OPTIONS = {
     "combine_dtype": of_ranks("combine_dtype", "f32"),
     "dispatch_dtype": of_ranks("dispatch_dtype", "f32"),
     "drop_rows": of_ranks("drop_rows", True),
+    "lanes": of_ranks("lanes", 2),
     "packed_weights": lambda c: same_from_file(c) and refused("none.bin", c.layer, packed_weights="none.bin"),
     "packed_read": lambda c: refused("packed_weights", c.layer, packed_read=True),
     "packed_verify": lambda c: refused("packed_weights", c.layer, packed_verify=False),
@@ -158,6 +159,7 @@ CALL = {
     "fixed_sizes": lambda c: np.array_equal(c.call(fixed_sizes=True), c.call()),
     "expert_map": lambda c: refused(
         "made without LayerWeights::expert_map", c.call, expert_map=np.zeros(8, np.int32)),
+    "lane": lambda c: refused("options.lane", c.call, lane=1),
 }  # fmt: skip
 
 

@@ -103,6 +103,25 @@ std::vector<std::string> errors_of_parts(
 }
 
 /// Whoever reads an error, in this part or another, knows ranks by their numbers in the whole.
+TEST(CommunicatorTest, LanesHaveStepsOfTheirOwnAndEndWithTheWhole) {
+  const Communicators comms = make_thread_communicators(2, {kPatient});
+  run_ranks(2, [&](int rank) {
+    Communicator& all = *comms[rank];
+    all.next_step();
+    const auto lane = all.lane(1);
+    EXPECT_EQ(all.lane(1), lane);
+    EXPECT_NE(all.lane(2), lane);
+    EXPECT_EQ(lane->rank(), rank);
+    EXPECT_EQ(lane->size(), 2);
+    EXPECT_EQ(lane->backend(), "none");
+    EXPECT_LT(lane->next_step(), all.next_step());
+    lane->barrier();
+    all.barrier();
+    if (rank == 0) lane->abort("enough");
+    EXPECT_THROW(all.barrier(), Error);
+  });
+}
+
 TEST(CommunicatorTest, ErrorsOfPartsNameRanksOfTheWhole) {
   expect_late("barrier: rank 3 did not arrive", {0}, [](auto timeout) {
     return errors_of_parts(timeout, [](int rank, Communicator& part) {

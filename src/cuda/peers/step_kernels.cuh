@@ -34,6 +34,7 @@ struct StepParams {
   StepKey fixed_key;               // without the placement
   const std::uint32_t* placement;  // as in PeerStep
   std::int32_t topk, most_tokens;
+  std::int32_t lanes;         // as in PeerStep
   std::int64_t ids, weights;  // as in PeerStep
 
   __device__ StepKey key() const {
@@ -49,6 +50,7 @@ inline StepParams step_params(const PeerPlace& place, const PeerStep& step) {
   p.fixed_key = {step.layer, static_cast<std::uint32_t>(step.most_tokens),
                  static_cast<std::uint32_t>(step.topk), static_cast<std::uint32_t>(step.row_bytes)};
   p.placement = step.placement;
+  p.lanes = step.lanes;
   p.topk = static_cast<std::int32_t>(step.topk);
   p.most_tokens = static_cast<std::int32_t>(step.most_tokens);
   p.ids = step.ids;
@@ -117,14 +119,16 @@ __device__ Unit load_far(const Unit* from) {
   return *const_cast<const volatile Unit*>(from);
 }
 
-/// For work of so many pieces, a team for each where there is room. One block at least: somebody
-/// has to wait and to tell. `overlap_previous`: see launch(). `together`: few pieces are for one
-/// block, which need not find out when others are done.
+/// For work of so many pieces, a team for each where there is room, on this lane's share of the
+/// multiprocessors: else kernels that wait could keep from them what other ranks wait for. One
+/// block at least: somebody has to wait and to tell. `overlap_previous`: see launch(). `together`:
+/// few pieces are for one block, which need not find out when others are done.
 template <typename TeamType, typename Kernel, typename Params>
 void launch_teams(Kernel kernel, std::int64_t pieces, Stream stream, bool overlap_previous,
                   const Params& params, bool together = false) {
-  const std::int64_t most =
-      together && pieces <= TeamType::kMost ? 1 : std::int64_t{multiprocessor_count(stream.device)};
+  const std::int64_t most = together && pieces <= TeamType::kMost
+                                ? 1
+                                : multiprocessor_count(stream.device) / params.step.lanes;
   const std::int64_t teams =
       std::clamp<std::int64_t>(core::ceil_div(pieces, most), 1, TeamType::kMost);
   const std::int64_t blocks = std::clamp<std::int64_t>(core::ceil_div(pieces, teams), 1, most);

@@ -1,0 +1,75 @@
+#include "layer/row_choice.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "layer/prepared_rows.h"
+
+namespace fusedmoe::layer {
+namespace {
+
+constexpr CombineMode kPerRank = CombineMode::kPerRank, kPerSlot = CombineMode::kPerSlot;
+
+/// The most tokens, of at most `most`, that `serves` says yes to: the times that it compares are
+/// linear. Where it says no to few tokens alone, it still serves all.
+template <typename Serves>
+std::int64_t most_served(std::int64_t most, const Serves& serves) {
+  if (serves(most)) return most;
+  std::int64_t fits = 0, too_many = most;
+  while (too_many - fits > 1) {
+    const std::int64_t middle = (fits + too_many) / 2;
+    (serves(middle) ? fits : too_many) = middle;
+  }
+  return fits;
+}
+
+}  // namespace
+
+SimulatedLayer simulated_rows(const MoeConfig& config, const RankOptions& options,
+                              const Preparation& preparation, ExpertPlacement placement) {
+  SimulatedLayer layer;
+  layer.placement = std::move(placement);
+  if (!config.device.is_cpu()) layer.path = RowPath::kPeerMemory;
+  layer.combine = config.combine;
+  const DType returned =
+      config.combine == kPerSlot ? DType::kF32 : options.combine_dtype.value_or(config.dtype);
+  layer.sent_row_bytes = static_cast<double>(sent_row_bytes(config, preparation));
+  layer.returned_row_bytes = static_cast<double>(bytes(returned, config.hidden));
+  return layer;
+}
+
+PredictedRows predict_rows(const RankCosts& costs, const MoeConfig& config,
+                           const RankOptions& options, const ExpertPlacement& placement,
+                           RowPath path, CombineMode combine, std::int64_t tokens_per_rank) {
+  MoeConfig asked = config;
+  asked.combine = combine;
+  SimulatedLayer rows = simulated_rows(asked, options, {}, placement);
+  rows.path = path;
+  rows.fixed_sizes = true;
+  rows.tokens_per_rank = tokens_per_rank;
+  const SimulatedStep step = simulate(costs, rows, config.topk);
+  return {path, combine, step.dispatch_us, step.combine_us};
+}
+
+RowChoice choose_rows(const RankCosts& costs, const MoeConfig& config, const RankOptions& options,
+                      const ExpertPlacement& placement, std::optional<RowPath> messages) {
+  const std::int64_t most = options.max_tokens_per_rank;
+  if (config.combine == kPerSlot) return {kPerSlot, most};
+  const auto us = [&](RowPath path, CombineMode combine, std::int64_t tokens) {
+    return predict_rows(costs, config, options, placement, path, combine, tokens).us();
+  };
+  const auto slots_are_faster = [&](std::int64_t tokens) {
+    const double slots = us(RowPath::kPeerMemory, kPerSlot, tokens);
+    return slots < us(RowPath::kPeerMemory, kPerRank, tokens) &&
+           (!messages || slots < us(*messages, kPerRank, tokens));
+  };
+  const bool is_open = most > 0 && !options.combine && !options.combine_dtype;
+  if (is_open && slots_are_faster(1) && slots_are_faster(most)) return {kPerSlot, most};
+  if (!messages) return {kPerRank, most};
+  const auto serves = [&](std::int64_t tokens) {
+    return us(RowPath::kPeerMemory, kPerRank, tokens) <= us(*messages, kPerRank, tokens);
+  };
+  return {kPerRank, most_served(most, serves)};
+}
+
+}  // namespace fusedmoe::layer

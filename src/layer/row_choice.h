@@ -1,0 +1,37 @@
+// What a layer on GPUs leaves to predicted times: for how many tokens its rows go through peer
+// memory, and what comes back there.
+#pragma once
+
+#include "fusedmoe/simulation.h"
+
+namespace fusedmoe::layer {
+
+/// The rows of such a layer, without its experts: all but tokens_per_rank and num_hosts. The dtype
+/// of sums is options.combine_dtype.
+SimulatedLayer simulated_rows(const MoeConfig& config, const RankOptions& options,
+                              const Preparation& preparation, ExpertPlacement placement);
+
+/// Rows of a forward with fixed sizes, between the GPUs of one host.
+struct PredictedRows {
+  RowPath path;
+  CombineMode combine;
+  double dispatch_us, combine_us;
+  double us() const { return dispatch_us + combine_us; }
+};
+PredictedRows predict_rows(const RankCosts& costs, const MoeConfig& config,
+                           const RankOptions& options, const ExpertPlacement& placement,
+                           RowPath path, CombineMode combine, std::int64_t tokens_per_rank);
+
+struct RowChoice {
+  CombineMode combine = CombineMode::kPerRank;
+  /// Forwards of so many tokens at most go through peer memory, those of more as messages.
+  std::int64_t peer_tokens = 0;
+};
+/// For such forwards, of options.max_tokens_per_rank tokens at most. `messages`: the path that they
+/// would take; none: rows cannot be messages. The combine mode is chosen where neither `config` nor
+/// `options` asks for one: per slot where that is faster for one token and for the most. Rows per
+/// slot never become messages, which no graph could hold.
+RowChoice choose_rows(const RankCosts& costs, const MoeConfig& config, const RankOptions& options,
+                      const ExpertPlacement& placement, std::optional<RowPath> messages);
+
+}  // namespace fusedmoe::layer
