@@ -304,9 +304,9 @@ RankCosts RankCosts::parse(std::string_view json) {
 RankCosts default_rank_costs() {
   const char* const two = "measured: two H200, bench --ep 2, fixed sizes";
   const char* const slots = "assumed: as per_rank";
-  return {.peer_memory = {{7.3, 303e3, two}, {7.3, 303e3, two}, {7.3, 303e3, slots}},
-          .all2all = {{12.8, 249e3, two}, {13.8, 237e3, two}, {13.8, 237e3, slots}},
-          .allgather_reducescatter = {{12.8, 249e3, two}, {13.8, 237e3, two}, {13.8, 237e3, slots}},
+  return {.peer_memory = {{7.2, 303e3, two}, {7.2, 303e3, two}, {11.9, 297e3, two}},
+          .all2all = {{17.8, 250e3, two}, {20.5, 242e3, two}, {20.5, 242e3, slots}},
+          .allgather_reducescatter = {{18.2, 250e3, two}, {9.6, 233e3, two}, {9.6, 233e3, slots}},
           .between_hosts = {24, 42e3, "assumed: what explains DeepEP's table of H800"},
           .experts = {3.95e6, 924e6, "measured: one H200, FP8 with block scales"}};
 }
