@@ -114,16 +114,20 @@ bool across_ranks(const LayerOptions& options) {
   return options.ranks.communicator && options.ranks.communicator->size() > 1;
 }
 
+void check_number_of_lanes(int lanes) {
+  constexpr int kMost = 8;
+  FUSEDMOE_CHECK(lanes >= 1 && lanes <= kMost, "options.ranks.lanes", core::to_string(lanes),
+                 core::format("1 to {}", kMost));
+}
+
 LayerOptions complete(LayerOptions options) {
-  constexpr int kMostLanes = 8;
   RankOptions& ranks = options.ranks;
   options.parallel = parallel_of(options);
   options.parallel.validate();
   FUSEDMOE_CHECK(ranks.max_tokens_per_rank > 0 || !options.parallel.needs_dispatch(),
                  "options.ranks.max_tokens_per_rank", core::to_string(ranks.max_tokens_per_rank),
                  "positive: buffers of the other ranks are made for it");
-  FUSEDMOE_CHECK(ranks.lanes >= 1 && ranks.lanes <= kMostLanes, "options.ranks.lanes",
-                 core::to_string(ranks.lanes), core::format("1 to {}", kMostLanes));
+  check_number_of_lanes(ranks.lanes);
   if (ranks.lanes > 1 && options.device.is_cpu()) {
     throw Error::unsupported(Reason::kDevice, "options.ranks.lanes",
                              "options.ranks.lanes: from 2 on only ranks on GPUs, which read each "

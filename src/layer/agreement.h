@@ -20,6 +20,8 @@ void agree(Communicator& communicator, const std::function<Facts()>& prepare);
 
 /// Whether the layer is on several ranks with a communicator.
 bool across_ranks(const LayerOptions& options);
+/// Throws Error.
+void check_number_of_lanes(int lanes);
 /// The options with what follows from the communicator: groups, combine mode. Throws Error.
 LayerOptions complete(LayerOptions options);
 /// The weights with the rank's expert map and no other rank's experts. Throws Error.

@@ -108,14 +108,14 @@ void MoeLayer::Impl::bind() {
       throw Error::unsupported(support.reason, "options.monolithic", support.text);
     }
   }
-  if (!layer::across_ranks(options)) return;
-  communicator = options.ranks.communicator;
+  if (layer::across_ranks(options)) communicator = options.ranks.communicator;
   for (int lane = 1; lane < options.ranks.lanes; ++lane) {
     Context context = layer_context(options);
-    context.ranks.communicator = communicator->lane(lane);
+    if (communicator) context.ranks.communicator = communicator->lane(lane);
     other_lanes.push_back({selection.create(context), std::nullopt});
     if (monolithic) other_lanes.back().monolithic.emplace(routing.create(context));
   }
+  if (!communicator) return;
   const ParallelConfig& parallel = options.parallel;
   if (parallel.needs_dispatch()) max_tokens_per_rank = options.ranks.max_tokens_per_rank;
   if (parallel.ep_size == 1) return;
@@ -225,6 +225,7 @@ void check_one_rank(const LayerWeights& weights, const LayerOptions& options) {
   if (ranks.communicator) {
     FUSEDMOE_CHECK(parallel.num_ranks() == 1, "options.ranks.communicator", "of one rank",
                    core::format("of {} ranks, as options.parallel says", parallel.num_ranks()));
+    layer::check_number_of_lanes(ranks.lanes);
     return;
   }
   const std::pair<bool, const char*> given[] = {

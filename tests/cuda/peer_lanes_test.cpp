@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "../ranks/same_parts.h"
 #include "../unit/error_text.h"
 #include "peer_ranks.h"
 #include "two_processes.h"
@@ -164,6 +165,25 @@ TEST_F(PeerLanesTest, ExpertsMoveInAllLanes) {
   for (const auto& layer : two.layers) layer->commit_move();
   two.run_together();
   expect_equal(two.outputs(), expected);
+}
+
+TEST_F(PeerLanesTest, TheLastSurvivorHasThemToo) {
+  const Case spec = small_case("bf16");
+  const LayerWeights weights = make_layer_weights({spec});
+  TwoLanes two(2, weights, [](int, LayerOptions&) {});
+  const auto left = make_thread_communicators(1, CommunicatorOptions{kPatient, kGpu});
+  MoeLayer& layer = *two.layers[0];
+  layer.rebind(left[0], ExpertPlacement::linear(spec.num_experts, 1), source_of(weights));
+  const MoeLayer alone(weights, options_of(kGpu, false));
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const PeerBuffers own(layer, kTokens, kTokens);
+    const Tensor x = input_of(own.x.shape(), 0, 0, lane);
+    own.fill(x);
+    synchronize(Stream{kGpu});
+    layer.forward(own.x, own.output, own.scratch(), two.options(lane));
+    synchronize(two.streams[lane]);
+    EXPECT_TRUE(bitwise_equal(to_host(own.output), forward(alone, x, 0))) << lane;
+  }
 }
 
 TEST_F(PeerLanesTest, AreRefusedWithoutPeerMemory) {

@@ -142,6 +142,25 @@ TEST(SurvivorsTest, ExpertsThatAreNowhereAreAnError) {
   });
 }
 
+/// As the last survivor of a layer on GPUs has them, without arenas.
+TEST(SurvivorsTest, OneRankHasLanesToo) {
+  const LayerWeights weights = small_weights();
+  LayerOptions options = one_rank_options({}, DType::kBF16);
+  options.ranks.communicator = make_thread_communicators(1).front();
+  options.ranks.lanes = 2;
+  const MoeLayer layer(weights, options);
+  const Tensor x = hidden_states_of(0, 4), output = Tensor::empty(x.shape(), x.dtype());
+  const std::size_t bytes = layer.workspace_bytes(4);
+  const Tensor workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
+  ForwardOptions second;
+  second.lane = 1;
+  layer.forward(x, output, {workspace.data(), bytes}, second);
+  EXPECT_TRUE(bitwise_equal(output, forward_exactly(layer, x, 0)));
+  options.ranks.lanes = 9;
+  EXPECT_EQ(testing::error_text([&] { MoeLayer(weights, options); }),
+            "options.ranks.lanes: was 9; must be 1 to 8");
+}
+
 #if !defined(__SANITIZE_THREAD__)  // which refuses threads after a fork
 /// A communicator of processes, over TCP: one that ends is noticed at once.
 std::shared_ptr<Communicator> join(int rank, int size, ControlPlane& texts, const std::string& name,
