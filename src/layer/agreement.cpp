@@ -1,11 +1,12 @@
 #include "layer/agreement.h"
 
 #include <algorithm>
+#include <iterator>
 #include <map>
 
 #include "core/check.h"
-#include "fusedmoe/simulation.h"
 #include "fusedmoe/version.h"
+#include "layer/row_choice.h"
 #include "moe/placement.h"
 
 namespace fusedmoe::layer {
@@ -75,18 +76,6 @@ std::string router_text(const RouterConfig& router, const RouterWeights& weights
     parts.push_back(core::format("{} zero experts", router.num_zero_experts));
   }
   if (weights.score_correction_bias) parts.emplace_back("score correction bias");
-  return core::join(parts, ", ");
-}
-
-/// What the choice of a way depends on, in one line.
-std::string costs_text(const RankCosts& costs) {
-  std::vector<std::string> parts;
-  for (const RowPath path : {RowPath::kPeerMemory, RowPath::kAll2all, RowPath::kAllgather}) {
-    const RowCosts& rows = costs.of(path);
-    for (const LinkCost& link : {rows.dispatch, rows.per_rank, rows.per_slot}) {
-      parts.push_back(core::format("{} us + {} bytes/us", link.floor_us, link.bytes_per_us));
-    }
-  }
   return core::join(parts, ", ");
 }
 
@@ -203,10 +192,30 @@ Facts facts_of(const MoeConfig& config, const LayerWeights& weights, const Layer
       {"drop_rows", number(ranks.drop_rows)},
       {"max_workspace_bytes", number(options.max_workspace_bytes)},
       {"lanes", number(ranks.lanes)},
-      {"rank costs", config.device.is_cpu() ? "none" : costs_text(rank_costs())},
       {"placement", ranks.placement ? ranks.placement->json() : "linear"},
   };
   if (parallel.tp_size == 1) facts.emplace_back("intermediate", number(config.intermediate));
+  if (leaves_choice(config, ranks))
+    std::ranges::move(facts_of(rank_costs()), std::back_inserter(facts));
+  return facts;
+}
+
+Facts facts_of(const RankCosts& costs) {
+  Facts facts;
+  for (const RowPath path : {RowPath::kPeerMemory, RowPath::kAll2all, RowPath::kAllgather}) {
+    const RowCosts& rows = costs.of(path);
+    const std::pair<const char*, const LinkCost*> links[] = {
+        {"dispatch", &rows.dispatch}, {"per_rank", &rows.per_rank}, {"per_slot", &rows.per_slot}};
+    for (const auto& [link, cost] : links) {
+      const std::pair<const char*, double> numbers[] = {
+          {"floor_us", cost->floor_us}, {"gigabytes_per_second", cost->bytes_per_us / 1e3}};
+      for (const auto& [number, value] : numbers) {
+        facts.emplace_back(
+            core::format("{}.{}.{} of FUSEDMOE_RANK_COSTS", name(path), link, number),
+            core::format("{}", value));
+      }
+    }
+  }
   return facts;
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "fusedmoe/layer.h"
+#include "fusedmoe/simulation.h"
 
 namespace fusedmoe::layer {
 
@@ -29,5 +30,7 @@ LayerWeights complete(LayerWeights weights, const LayerOptions& options);
 /// What the ranks compare.
 Facts facts_of(const MoeConfig& config, const LayerWeights& weights, const LayerOptions& options,
                const Selection& selection);
+/// Of costs that decide how rows travel: a fact for each number.
+Facts facts_of(const RankCosts& costs);
 
 }  // namespace fusedmoe::layer

@@ -68,8 +68,9 @@ RankRules::RankRules(const MoeConfig& config, const Context& context, bool allga
     if (no_peer_memory.empty()) way = RowWay::kPeerMemory;
   }
   if (way == RowWay::kPeerMemory && peer_tokens == max_tokens_per_rank) return;
-  connect_for("rows that travel", way == RowWay::kPeerMemory ? rows_travel() : no_peer_memory,
-              *context.ranks.communicator);
+  if (way != RowWay::kPeerMemory) {  // else the choice has connected them
+    connect_for("rows that travel", no_peer_memory, *context.ranks.communicator);
+  }
   if (way == RowWay::kInPlace) return;
   records = pinned({size, record_bytes(size)}, DType::kU8, device);
 }

@@ -79,6 +79,7 @@ struct RankRules {
   RowWay way = RowWay::kDeviceMessages;
   std::int64_t peer_tokens = 0;  // of peer memory: forwards of more tokens send messages
   std::string no_peer_memory;    // why rows are messages between GPUs
+  std::string no_messages;       // as in RowChoice
   bool shared = false;           // in place, and the ranks are processes that share memory
   std::uint32_t layer = 0;
   Tensor records;  // of messages: (num_ranks, record_bytes), on the host, which reads them there

@@ -35,6 +35,7 @@ std::string RankRules::rows_travel() const {
       return core::format("messages over {}: {}{}", plane, no_peer_memory, then);
     case RowWay::kPeerMemory: {
       const std::string memory = peer_memory_of(*group);
+      if (!no_messages.empty()) return core::format("{}; {}", memory, no_messages);
       if (peer_tokens == max_tokens_per_rank) return memory;
       return core::format(
           "{} up to {} tokens, then messages over {}, which are predicted to be "
@@ -54,10 +55,16 @@ std::string RankRules::map_peers(MoeConfig config, const RankOptions& options) {
   if (hooks) return "hooks are told whose each row is, and here are rows of nobody";
   if (receive_capacity > 0) return "receive_capacity limits rows that are counted";
   if (max_tokens_per_rank == 0) return "max_tokens_per_rank is not given";
-  const bool may_send = !group->wants_peer_memory() && group->backend() != "none" && lanes == 1;
   const RowPath messages = allgather ? RowPath::kAllgather : RowPath::kAll2all;
-  const RowChoice choice = choose_rows(rank_costs(), config, options, placement,
-                                       may_send ? std::optional(messages) : std::nullopt);
+  const auto connect = [&] {
+    group->connect("messages are predicted to be faster, but cannot be sent");
+  };
+  RowChoice choice{config.combine, max_tokens_per_rank};
+  if (leaves_choice(config, options)) {
+    choice = may_send(options)
+                 ? choose_rows(rank_costs(), config, options, placement, messages, connect)
+                 : choose_rows(rank_costs(), config, options, placement, std::nullopt);
+  }
   if (choice.peer_tokens == 0) return "they are predicted to be faster";
   config.combine = choice.combine;
   const std::string why = group->map_peers(PeerRows::arena_bytes(config, options, size));
@@ -65,6 +72,7 @@ std::string RankRules::map_peers(MoeConfig config, const RankOptions& options) {
   combine = choice.combine;
   if (per_slot()) combine_dtype = DType::kF32;
   peer_tokens = choice.peer_tokens;
+  no_messages = choice.no_messages;
   return {};
 }
 

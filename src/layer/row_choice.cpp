@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "fusedmoe/comm.h"
+#include "fusedmoe/error.h"
 #include "layer/prepared_rows.h"
 
 namespace fusedmoe::layer {
@@ -70,6 +72,32 @@ RowChoice choose_rows(const RankCosts& costs, const MoeConfig& config, const Ran
     return us(RowPath::kPeerMemory, kPerRank, tokens) <= us(*messages, kPerRank, tokens);
   };
   return {kPerRank, most_served(most, serves)};
+}
+
+RowChoice choose_rows(const RankCosts& costs, const MoeConfig& config, const RankOptions& options,
+                      const ExpertPlacement& placement, RowPath messages,
+                      const std::function<void()>& connect) {
+  RowChoice choice = choose_rows(costs, config, options, placement, messages);
+  if (choice.peer_tokens == options.max_tokens_per_rank) return choice;
+  try {
+    connect();
+  } catch (const Error& error) {
+    choice = choose_rows(costs, config, options, placement, std::nullopt);
+    choice.no_messages = error.what();
+  }
+  return choice;
+}
+
+bool may_send(const RankOptions& options) {
+  const Communicator& ranks = *options.communicator;
+  return options.lanes == 1 && !ranks.wants_peer_memory() && ranks.backend() != "none";
+}
+
+bool leaves_choice(const MoeConfig& config, const RankOptions& options) {
+  const bool travel = config.parallel.needs_dispatch() && config.parallel.ep_size > 1;
+  if (config.device.is_cpu() || !travel || config.combine == kPerSlot) return false;
+  if (config.hooks || options.receive_capacity > 0) return false;
+  return !options.combine || may_send(options);
 }
 
 }  // namespace fusedmoe::layer

@@ -2,6 +2,10 @@
 // memory, and what comes back there.
 #pragma once
 
+#include <functional>
+#include <optional>
+#include <string>
+
 #include "fusedmoe/simulation.h"
 
 namespace fusedmoe::layer {
@@ -26,12 +30,23 @@ struct RowChoice {
   CombineMode combine = CombineMode::kPerRank;
   /// Forwards of so many tokens at most go through peer memory, those of more as messages.
   std::int64_t peer_tokens = 0;
+  std::string no_messages;  ///< why they serve no forward, though they are predicted to be faster
 };
+/// Whether some rows may be messages although peer memory could serve: nobody wants that memory in
+/// any case, and there is one lane.
+bool may_send(const RankOptions& options);
+/// Whether a layer asks what rows cost.
+bool leaves_choice(const MoeConfig& config, const RankOptions& options);
 /// For such forwards, of options.max_tokens_per_rank tokens at most. `messages`: the path that they
 /// would take; none: rows cannot be messages. The combine mode is chosen where neither `config` nor
 /// `options` asks for one: per slot where that is faster for one token and for the most. Rows per
 /// slot never become messages, which no graph could hold.
 RowChoice choose_rows(const RankCosts& costs, const MoeConfig& config, const RankOptions& options,
                       const ExpertPlacement& placement, std::optional<RowPath> messages);
+/// The same, where messages that are chosen need `connect`. If that throws Error, peer memory
+/// serves all forwards.
+RowChoice choose_rows(const RankCosts& costs, const MoeConfig& config, const RankOptions& options,
+                      const ExpertPlacement& placement, RowPath messages,
+                      const std::function<void()>& connect);
 
 }  // namespace fusedmoe::layer

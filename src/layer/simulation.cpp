@@ -313,9 +313,17 @@ RankCosts default_rank_costs() {
 
 const RankCosts& rank_costs() {
   static const RankCosts costs = [] {
-    const char* path = std::getenv("FUSEDMOE_RANK_COSTS");
-    return path && *path ? RankCosts::parse(files::read_text(path, std::size_t{1} << 20))
-                         : default_rank_costs();
+    const char* variable = "FUSEDMOE_RANK_COSTS";
+    const char* path = std::getenv(variable);
+    if (!path || !*path) return default_rank_costs();
+    std::string context = variable;
+    try {
+      const std::string text = files::read_text(path, std::size_t{1} << 20);
+      context += core::format(" {}", path);  // errors of reading name it
+      return RankCosts::parse(text);
+    } catch (const Error& error) {
+      throw error.within(context);
+    }
   }();
   return costs;
 }

@@ -3,8 +3,16 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
+#include <fstream>
+#include <string>
+
+#include "../ranks/ranks.h"
+#include "error_text.h"
 #include "fusedmoe/error.h"
 #include "fusedmoe/selection.h"
+#include "layer/agreement.h"
+#include "temporary_directory.h"
 
 namespace fusedmoe::row_choice_test {
 
@@ -99,14 +107,106 @@ TEST(RowChoiceTest, RowsPerSlotThatAreAskedForNeverBecomeMessages) {
   EXPECT_EQ(choice.peer_tokens, kMost);
 }
 
-TEST(RowChoiceTest, BytesPerRankAreThoseOfWhatIsChosen) {
-  const Selection selection = select(config_of(2), "sm90+all2all");
+TEST(RowChoiceTest, PeerMemoryServesAllForwardsWhereMessagesCannotBeSent) {
+  RankCosts costs = default_rank_costs();
+  RankOptions options;
+  options.max_tokens_per_rank = kMost;
+  const auto choose_after = [&](const std::function<void()>& connect) {
+    return choose_rows(costs, config_of(2), options, ExpertPlacement::linear(256, 2),
+                       RowPath::kAll2all, connect);
+  };
+  const auto fail = [] { throw Error::communication("there is no libnccl"); };
+  EXPECT_EQ(choose_after(fail).no_messages, "") << "nobody needs any";
+  costs.all2all = costing(30, 200e3);
+  for (const double floor_us : {10, 40}) {  // messages for many, and for all
+    costs.peer_memory = costing(floor_us, 100e3);
+    const RowChoice without = choose_after(fail);
+    EXPECT_EQ(without.peer_tokens, kMost);
+    EXPECT_EQ(without.no_messages, "there is no libnccl");
+    int connected = 0;
+    const RowChoice with = choose_after([&] { ++connected; });
+    EXPECT_EQ(with.peer_tokens, choose(costs).peer_tokens);
+    EXPECT_EQ(with.no_messages, "");
+    EXPECT_EQ(connected, 1);
+  }
+}
+
+TEST(RowChoiceTest, RanksWhoseCostsDifferAreToldWhichNumber) {
+  const auto ranks = make_thread_communicators(2, {testing::kPatient});
+  const auto errors = testing::errors_of_ranks(2, [&](int rank) {
+    RankCosts costs = default_rank_costs();
+    if (rank == 1) costs.all2all.per_rank = {21, 300e3, "another"};
+    layer::agree(*ranks[rank], [&] { return layer::facts_of(costs); });
+  });
+  for (const std::string& error : errors) {
+    EXPECT_EQ(error,
+              "the ranks of a layer differ in all2all.per_rank.floor_us of FUSEDMOE_RANK_COSTS: "
+              "rank 0 has 20.5, rank 1 has 21");
+  }
+}
+
+TEST(RowChoiceTest, LayersThatLeaveNoChoiceDoNotAskForCosts) {
+  const auto changed = [](const auto& change) {
+    MoeConfig config = config_of(2);
+    RankOptions options;
+    options.communicator = make_thread_communicators(1, {testing::kPatient}).front();
+    change(config, options);
+    return layer::leaves_choice(config, options);
+  };
+  EXPECT_TRUE(changed([](auto&, auto&) {}));
+  EXPECT_TRUE(changed([](auto&, auto& options) { options.combine = kPerRank; }));
+  EXPECT_TRUE(changed([](auto&, auto& options) { options.lanes = 2; })) << "but per rank or slot";
+  EXPECT_FALSE(changed([](auto&, auto& options) {
+    options.combine = kPerRank;
+    options.lanes = 2;
+  }));
+  EXPECT_FALSE(changed([](auto& config, auto&) { config.combine = kPerSlot; }));
+  EXPECT_FALSE(changed([](auto& config, auto&) { config.device = {}; }));
+  EXPECT_FALSE(changed([](auto& config, auto&) { config.hooks = true; }));
+  EXPECT_FALSE(changed([](auto& config, auto&) { config.parallel = {}; }));
+  EXPECT_FALSE(changed([](auto&, auto& options) { options.receive_capacity = 8; }));
+}
+
+std::size_t peer_bytes(std::optional<CombineMode> combine) {
+  MoeConfig config = config_of(2);
   RankOptions options;
   options.max_tokens_per_rank = 128;
-  EXPECT_LT(selection.peer_bytes(options), std::size_t{40} << 20);
-  MoeConfig slots = config_of(2);
-  slots.combine = kPerSlot;
-  EXPECT_GT(select(slots, "sm90+all2all").peer_bytes(options), std::size_t{60} << 20);
+  options.combine = combine;
+  config.combine = combine.value_or(kPerRank);
+  return select(config, "sm90+all2all").peer_bytes(options);
+}
+
+TEST(RowChoiceTest, RowsPerSlotTakeMoreBytes) {
+  EXPECT_LT(peer_bytes(kPerRank), std::size_t{40} << 20);
+  EXPECT_GT(peer_bytes(kPerSlot), std::size_t{60} << 20);
+}
+
+void check_file_of_the_variable() {
+  const testing::TemporaryDirectory folder;
+  const std::string path = folder / "costs.json";
+  setenv("FUSEDMOE_RANK_COSTS", path.c_str(), 1);
+  const auto error = [] { return testing::error_text([] { rank_costs(); }); };
+  EXPECT_TRUE(error().starts_with("FUSEDMOE_RANK_COSTS: cannot ")) << error();
+  EXPECT_NE(error().find(path), std::string::npos) << error();
+  std::ofstream(path) << "{}";
+  EXPECT_TRUE(error().starts_with("FUSEDMOE_RANK_COSTS " + path + ": costs: was without "))
+      << error();
+  RankCosts costs = default_rank_costs();
+  costs.peer_memory.per_slot = {1, 4000e3, ""};
+  std::ofstream(path) << costs.json();
+  EXPECT_EQ(rank_costs().peer_memory.per_slot.floor_us, 1);
+  EXPECT_EQ(peer_bytes({}), peer_bytes(kPerSlot)) << "chosen";
+  EXPECT_LT(peer_bytes(kPerRank), peer_bytes(kPerSlot));
+}
+
+/// In a process of its own, which has read no file yet.
+TEST(RowChoiceDeathTest, CostsAreThoseOfTheFileOfTheVariable) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto check_and_exit = [] {
+    check_file_of_the_variable();
+    std::exit(::testing::Test::HasFailure() ? 1 : 0);
+  };
+  EXPECT_EXIT(check_and_exit(), ::testing::ExitedWithCode(0), "");
 }
 
 }  // namespace fusedmoe::row_choice_test
