@@ -42,7 +42,8 @@ class LayerOptions(TypedDict, total=False):
         max_tokens_per_rank: the most that any gives to a call.
         placement: JSON, as linear_placement() returns it.
         nearest_replica: take that of a token's experts.
-        combine: "per_rank" or "per_slot".
+        combine: "per_rank" or "per_slot". Default: "per_slot" with batch_invariant, and on GPUs
+            that read each other's memory where that is predicted to be faster; else "per_rank".
         combine_dtype: of rows per rank.
         dispatch_dtype: of rows on their way to other ranks: dtype, or that of the
             activations, "e4m3", "i8" or "e2m1". Default: as the experts read rows.
