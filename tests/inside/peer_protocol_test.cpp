@@ -51,7 +51,6 @@ TEST(PeerProtocolTest, ASumMayTellByItself) {
   }
 }
 
-// The other has read what this rank left, though it tells of the next sum already.
 TEST(PeerProtocolTest, WhoDiesOrStopsIsNamedByAllOthers) {
   for (const Round round : {Round::kDispatch, Round::kReturn}) {
     for (const auto& [dead, how] : {std::pair(0, How::kInOrder), std::pair(2, How::kSumTells)}) {

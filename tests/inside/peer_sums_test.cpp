@@ -54,6 +54,7 @@ TEST(PeerSumsProtocolTest, SumsAndStepsComeInAnyOrder) {
   });
 }
 
+// The other has read what this rank left, though it tells of the next sum already.
 TEST(PeerSumsProtocolTest, OnlyInASumARankMayBeOneAhead) {
   constexpr std::uint32_t kBefore = 0xFFFFFFFE;
   const StepKey other{5, 8, 0, 128, 0};

@@ -102,7 +102,6 @@ std::vector<std::string> errors_of_parts(
   });
 }
 
-/// Whoever reads an error, in this part or another, knows ranks by their numbers in the whole.
 TEST(CommunicatorTest, LanesHaveStepsOfTheirOwnAndEndWithTheWhole) {
   const Communicators comms = make_thread_communicators(2, {kPatient});
   run_ranks(2, [&](int rank) {
@@ -122,6 +121,7 @@ TEST(CommunicatorTest, LanesHaveStepsOfTheirOwnAndEndWithTheWhole) {
   });
 }
 
+/// Whoever reads an error, in this part or another, knows ranks by their numbers in the whole.
 TEST(CommunicatorTest, ErrorsOfPartsNameRanksOfTheWhole) {
   expect_late("barrier: rank 3 did not arrive", {0}, [](auto timeout) {
     return errors_of_parts(timeout, [](int rank, Communicator& part) {
