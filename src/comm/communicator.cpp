@@ -294,7 +294,7 @@ std::shared_ptr<Communicator> Communicator::split(int color) {
   const std::vector<std::string> colors = gather(core::to_string(color), "split");
   try {
     // Here are all ranks, without whom a part cannot connect.
-    if (impl.data) impl.data->connect();
+    if (impl.data) connect();
   } catch (const Error&) {
     // A part that needs messages will say so.
   }

@@ -93,7 +93,11 @@ void Communicator::connect(std::string_view why) {
   try {
     data->connect();
   } catch (const Error& error) {
+    check();  // a rank has failed: every call throws that reason
     throw Error::communication(core::format("{}: {}", why, error.what()));
+  } catch (...) {  // of a wait hook, for one
+    abort(core::current_exception_text());
+    throw;
   }
 }
 

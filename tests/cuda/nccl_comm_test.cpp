@@ -21,7 +21,7 @@ TEST(CudaNcclCommTest, ItGoesWhenTheLastThreadHasLeft) {
   ASSERT_EQ(cuda::nccl().ncclGetUniqueId(&id), ncclSuccess);
   const Device device{DeviceKind::kCuda, 0};
   cuda::Connecting ranks("NCCL", 0, 1, *control, kPatient);
-  const auto comm = cuda::connect_ranks(0, 1, device, id, ranks, kPatient);
+  const auto comm = cuda::connect_ranks(0, 1, device, id, ranks);
   std::latch entered(1), aborted(1);
   std::thread inside([&] {
     comm->group([&](ncclComm_t raw) {

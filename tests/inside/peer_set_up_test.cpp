@@ -2,12 +2,16 @@
 // messages, and what they say of links that are slow.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../ranks/ranks.h"
@@ -15,9 +19,11 @@
 #include "comm/later_data.h"
 #include "cuda/nccl/connecting.h"
 #include "fusedmoe/error.h"
+#include "fusedmoe/wait_hook.h"
 
 namespace fusedmoe::peer_set_up_test {
 
+using std::chrono::milliseconds;
 using testing::exchange_numbers;
 using testing::kPatient;
 using testing::run_ranks;
@@ -30,8 +36,35 @@ class FakeData final : public DataPlane {
     ++exchanges;
   }
   bool has_collectives() const override { return true; }
+  void connect() override {
+    if (on_connect) on_connect();
+  }
   void abort() noexcept override { ++aborts; }
   int exchanges = 0, aborts = 0;
+  std::function<void()> on_connect;
+};
+
+/// The control plane of threads, which a test looks into.
+class WatchedPlane final : public ControlPlane {
+ public:
+  void post(const std::string& name, std::string_view text) override {
+    real_->post(name, text);
+    if (on_post) on_post(name);
+  }
+  std::optional<std::string> read(const std::string& name, milliseconds timeout) override {
+    longest = std::max(longest, timeout);
+    return real_->read(name, timeout);
+  }
+  std::function<void(const std::string& name)> on_post;
+  milliseconds longest{0};  // that somebody would have waited
+
+ private:
+  const std::shared_ptr<ControlPlane> real_ = make_thread_control_plane();
+};
+
+/// A program's own reason to end a wait, as a signal.
+struct Interrupted : std::exception {
+  const char* what() const noexcept override { return "interrupted"; }
 };
 
 class NoWaiting final : public Waiting {
@@ -138,6 +171,85 @@ TEST(LaterDataTest, WhoDoesNotComeToConnectIsNamedAndLearnsItWhenItComes) {
       EXPECT_STREQ(error.what(), "fake: rank 0: rank 1 did not arrive within 0.05 s");
     }
   }
+}
+
+thread_local bool interrupting = false;  // where the hook throws
+
+TEST(ConnectingTest, WhatAWaitHookThrowsStaysAsItIsAndTheOthersLearnIt) {
+  set_wait_hook([] {
+    if (interrupting) throw Interrupted();
+  });
+  const auto control = make_thread_control_plane();
+  run_ranks(2, [&](int rank) {
+    cuda::Connecting connecting("fake", rank, 3, *control, kPatient);
+    interrupting = rank == 0;
+    try {
+      connecting.run([&] { connecting.meet("here"); });
+      ADD_FAILURE() << rank;
+    } catch (const Interrupted&) {
+      EXPECT_EQ(rank, 0);
+    } catch (const Error& error) {
+      EXPECT_EQ(rank, 1);
+      EXPECT_STREQ(error.what(), "fake: rank 0: interrupted");
+    }
+  });
+  set_wait_hook(nullptr);
+}
+
+TEST(ConnectingTest, ItEndsTheCommunicator) {
+  const auto data = std::make_shared<FakeData>();
+  Communicator ranks(0, 1, make_thread_control_plane(), data, {kPatient});
+  data->on_connect = [] { throw Interrupted(); };
+  EXPECT_THROW(ranks.split(0), Interrupted);
+  EXPECT_EQ(ranks.status(), "rank 0: interrupted");
+}
+
+TEST(ConnectingTest, AFailureOfTheCommunicatorStaysAsItIs) {
+  const auto control = make_thread_control_plane();
+  const auto data = std::make_shared<FakeData>();
+  Communicator ranks(0, 1, control, data, {kPatient});
+  data->on_connect = [&] {
+    control->post("failure", "rank 2: no memory");
+    cuda::Connecting connecting("fake", 0, 1, *control, kPatient);
+    connecting.run([&] { connecting.meet("here"); });
+  };
+  try {
+    ranks.connect("rows of a test");
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(), "rank 2: no memory");
+  }
+  EXPECT_EQ(control->read("fake/failed", {}), std::nullopt);
+}
+
+TEST(ConnectingTest, AnInvalidArgumentStaysOneAndTheOthersLearnIt) {
+  const auto control = make_thread_control_plane();
+  cuda::Connecting connecting("fake", 1, 2, *control, kPatient);
+  try {
+    connecting.run([] { throw Error("id", "3 bytes", "128"); });
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.argument(), "id");
+  }
+  EXPECT_EQ(control->read("fake/failed", {}), "fake: rank 1: id: was 3 bytes; must be 128");
+}
+
+TEST(ConnectingTest, WhoFindsAllTextsLooksOnceMoreWhetherOneHasFailed) {
+  WatchedPlane control;
+  control.post("fake/connected/0", "here");
+  control.on_post = [&](const std::string& name) {
+    if (name == "fake/connected/1") control.post("fake/failed", "fake: rank 0: rank 1 is late");
+  };
+  cuda::Connecting connecting("fake", 1, 2, control, kPatient);
+  EXPECT_THROW(connecting.run([&] { connecting.meet("connected"); }), Error);
+}
+
+TEST(ConnectingTest, AllWaitsTogetherHaveOneDeadline) {
+  WatchedPlane control;
+  cuda::Connecting connecting("fake", 0, 2, control, milliseconds(5));
+  while (!connecting.is_late()) std::this_thread::yield();
+  EXPECT_THROW(connecting.run([&] { connecting.meet("connected"); }), Error);
+  EXPECT_EQ(control.longest.count(), 0);
 }
 
 TEST(LaterDataTest, WithoutADataPlaneRanksDoNotConnectAndGoOn) {

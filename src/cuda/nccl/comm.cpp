@@ -147,7 +147,7 @@ void Comm::destroy_now() noexcept {
 }
 
 std::shared_ptr<Comm> connect_ranks(int rank, int size, Device device, const ncclUniqueId& id,
-                                    Connecting& ranks, milliseconds timeout) {
+                                    Connecting& ranks) {
   // In a thread of its own: a rank that dies now would leave this one waiting for ever. What comes
   // too late is aborted there.
   auto task = std::make_shared<std::packaged_task<std::shared_ptr<Comm>()>>([=] {
@@ -160,11 +160,9 @@ std::shared_ptr<Comm> connect_ranks(int rank, int size, Device device, const ncc
   });
   std::future<std::shared_ptr<Comm>> comm = task->get_future();
   run_detached([task = std::move(task)] { (*task)(); });
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
   while (comm.wait_for(milliseconds(20)) != std::future_status::ready) {
     ranks.check();
-    if (std::chrono::steady_clock::now() < deadline) continue;
-    throw Error::communication("the ranks did not connect in time");
+    if (ranks.is_late()) throw Error::communication("the ranks did not connect in time");
   }
   return comm.get();
 }

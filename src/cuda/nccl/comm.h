@@ -62,7 +62,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
 /// Connects the ranks, which must all be here, in a part of theirs. Throws Error where they do not
 /// come in time, or where one of them has failed meanwhile.
 std::shared_ptr<Comm> connect_ranks(int rank, int size, Device device, const ncclUniqueId& id,
-                                    Connecting& ranks, std::chrono::milliseconds timeout);
+                                    Connecting& ranks);
 
 }  // namespace fusedmoe::cuda
 

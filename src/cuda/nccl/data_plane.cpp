@@ -125,16 +125,14 @@ class NcclData final : public DataPlane {
 };
 
 /// NCCL's id: the one that all ranks were given, or one that rank 0 makes.
-ncclUniqueId shared_id(int rank, ControlPlane& control, Connecting& ranks,
-                       Connecting::Clock::time_point deadline, std::string_view given) {
+ncclUniqueId shared_id(int rank, ControlPlane& control, Connecting& ranks, std::string_view given) {
   ncclUniqueId id{};
   if (given.empty() && rank == 0) {
     FUSEDMOE_NCCL_CHECK(ncclGetUniqueId, &id);
     control.post("NCCL/id", std::string_view(reinterpret_cast<const char*>(&id), sizeof id));
     return id;
   }
-  const std::string text =
-      given.empty() ? ranks.read("NCCL/id", deadline).value_or("") : std::string(given);
+  const std::string text = given.empty() ? ranks.read("NCCL/id").value_or("") : std::string(given);
   if (text.size() != sizeof id) throw Error::communication("rank 0 did not send its id in time");
   std::memcpy(&id, text.data(), sizeof id);
   return id;
@@ -145,13 +143,15 @@ std::shared_ptr<Comm> connect_all(int rank, int size, Device device, ControlPlan
                                   milliseconds timeout, std::string_view unique_id) {
   Connecting ranks("NCCL", rank, size, control, timeout);
   return ranks.run([&] {
+    FUSEDMOE_CHECK(unique_id.empty() || unique_id.size() == sizeof(ncclUniqueId), "nccl_unique_id",
+                   core::format("{} bytes", unique_id.size()),
+                   core::format("{}, an ncclUniqueId", sizeof(ncclUniqueId)));
     if (const NcclInfo info = nccl_info(); !info.problem.empty()) {
       throw Error::communication(info.problem);
     }
     ranks.meet("here");
-    const auto deadline = Connecting::Clock::now() + timeout;
-    const ncclUniqueId id = shared_id(rank, control, ranks, deadline, unique_id);
-    std::shared_ptr<Comm> comm = connect_ranks(rank, size, device, id, ranks, timeout);
+    const ncclUniqueId id = shared_id(rank, control, ranks, unique_id);
+    std::shared_ptr<Comm> comm = connect_ranks(rank, size, device, id, ranks);
     ranks.meet("connected");
     return comm;
   });
@@ -184,9 +184,6 @@ std::shared_ptr<DataPlane> make_nccl_data_plane(int rank, int size, Device devic
     cuda::check_comm(callers, rank, size, device);
     comm = std::make_shared<cuda::Comm>(callers, false, device);
   } else {
-    FUSEDMOE_CHECK(nccl.unique_id.empty() || nccl.unique_id.size() == sizeof(ncclUniqueId),
-                   "nccl_unique_id", core::format("{} bytes", nccl.unique_id.size()),
-                   core::format("{}, an ncclUniqueId", sizeof(ncclUniqueId)));
     comm = cuda::connect_all(rank, size, device, *control, timeout, nccl.unique_id);
   }
   return std::make_shared<cuda::NcclData>(std::move(comm), rank, size, device, std::move(control),
