@@ -102,8 +102,9 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_connect(fusedmoe_communicat
 /* Collective: lets the GPU of each rank lend the others so many bytes, or as many as before if that
  * is more. Layers call it when they are made, but that memory cannot grow behind the first forward:
  * so call it before, with the largest fusedmoe_selection_peer_bytes(), where larger layers are made
- * later. *why becomes the reason why rows and sums go as messages instead, "" where they do not; it
- * lives until the next such call or as long as the communicator. */
+ * later. Where the ranks give different `bytes` it is an error of all, and the communicator stays
+ * usable. *why becomes the reason why rows and sums go as messages instead, "" where they do not;
+ * it lives until the next such call or as long as the communicator. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_map_peers(fusedmoe_communicator* communicator,
                                                                size_t bytes, const char** why);
 /* Ends the communicator on all ranks. */

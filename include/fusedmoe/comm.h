@@ -227,7 +227,8 @@ class FUSEDMOE_API Communicator {
   /// is not possible, the same text on all ranks; empty: it is. Then no layer of this communicator
   /// needs NCCL to move rows. Layers call it themselves, and send messages where it is not
   /// possible. As graphs hold addresses, the blocks cannot grow behind the first forward: call it
-  /// before, with the largest peer_bytes(), where larger layers are made later.
+  /// before, with the largest peer_bytes(), where larger layers are made later. Throws Error where
+  /// the ranks ask for different numbers of bytes; the communicator stays usable.
   std::string map_peers(std::size_t bytes);
   /// Where a rank reads another's memory at less than 2 GB/s, the text that says so, the same on
   /// all ranks: map_peers() has timed that, and rows travel so all the same.

@@ -304,6 +304,10 @@ class Communicator:
 
         Returns:
             Why rows and sums go as messages instead; empty: they do not.
+
+        Raises:
+            RuntimeError: on all ranks, where they give different numbers of bytes; the communicator
+                stays usable.
         """
         return self._handle.map_peers(bytes)
 

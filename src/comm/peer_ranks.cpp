@@ -85,9 +85,17 @@ std::variant<std::vector<std::string>, std::string> Communicator::Impl::offer(
 
 std::string Communicator::map_peers(std::size_t bytes) {
   Impl& impl = *impl_;
+  if (!impl.peers && impl.without_peers.empty()) impl.without_peers = impl.no_peer_memory();
+  if (!impl.peers && !impl.without_peers.empty()) return impl.without_peers;
+  // Before any returns for what it has already: the others would wait for it.
+  const std::vector<std::string> asked = gather(core::to_string(bytes), kWhat);
+  for (int r = 1; r < impl.size; ++r) {
+    if (asked[r] == asked[0]) continue;
+    throw Error::communication(core::format("{}: rank {} asks for {} bytes, but rank {} for {}",
+                                            kWhat, impl.global(0), asked[0], impl.global(r),
+                                            asked[r]));
+  }
   if (impl.peers && impl.peers->bytes() >= bytes) return {};
-  if (!impl.without_peers.empty()) return impl.without_peers;
-  impl.without_peers = impl.no_peer_memory();
   if (!impl.without_peers.empty()) return impl.without_peers;
   const bool used = impl.peers && impl.peers->is_used();
   const std::vector<std::string> states = gather(used ? "used" : "new", kWhat);

@@ -1,5 +1,5 @@
 // What ranks on GPUs do before their rows go through the memory of these: when they connect for
-// messages, and what they say of links that are slow.
+// messages, what they ask of each other, and what they say of links that are slow.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -20,6 +20,7 @@
 #include "cuda/nccl/connecting.h"
 #include "fusedmoe/error.h"
 #include "fusedmoe/wait_hook.h"
+#include "watched_runtime.h"
 
 namespace fusedmoe::peer_set_up_test {
 
@@ -266,6 +267,24 @@ TEST(LaterDataTest, WithoutADataPlaneRanksDoNotConnectAndGoOn) {
   }
   EXPECT_EQ(ranks.backend(), "none");
   ranks.barrier();
+}
+
+TEST(MapPeersTest, RanksThatAskForDifferentBytesAllLearnIt) {
+  const testing::WatchedRuntime gpu(DeviceKind::kCuda, core::cpu_runtime());
+  const auto control = make_thread_control_plane();
+  CommunicatorOptions options{kPatient, {DeviceKind::kCuda, 0}};
+  options.peer_memory = true;  // of a GPU that both have
+  run_ranks(2, [&](int rank) {
+    Communicator ranks(rank, 2, control, nullptr, options);
+    try {
+      ranks.map_peers(rank == 0 ? 1000 : 2000);
+      ADD_FAILURE() << rank;
+    } catch (const Error& error) {
+      EXPECT_STREQ(error.what(),
+                   "mapping GPU memory: rank 0 asks for 1000 bytes, but rank 1 for 2000");
+    }
+    ranks.barrier();
+  });
 }
 
 TEST(SlowLinkTest, TheSlowestIsNamedWhereItIsAbsurd) {

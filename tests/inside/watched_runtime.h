@@ -26,7 +26,10 @@ class WatchedRuntime final : public core::DeviceRuntime {
 
   /// `fewest`: bytes of the blocks that count.
   explicit WatchedRuntime(DeviceKind kind, std::size_t fewest = 0)
-      : kind_(kind), fewest_(fewest), real_(core::runtime_of({kind, 0})) {
+      : WatchedRuntime(kind, core::runtime_of({kind, 0}), fewest) {}
+  /// `real` does what is asked: that of CPUs where there is no such device.
+  WatchedRuntime(DeviceKind kind, const core::DeviceRuntime& real, std::size_t fewest = 0)
+      : kind_(kind), fewest_(fewest), real_(real) {
     core::replace_runtime(kind, this);
   }
   ~WatchedRuntime() override { core::replace_runtime(kind_, nullptr); }
