@@ -342,8 +342,8 @@ void add_bench(Program& program) {
                        "On ranks: time dispatch and combine without experts, so without weights");
   const Option peer_memory =
       command.add_flag("--peer-memory", options->peer_memory,
-                       "On ranks: fail where rows cannot go through the memory of the GPUs of one "
-                       "host");
+                       "On ranks: send all rows through the memory of the GPUs of one host, or "
+                       "fail");
   options->ranks.add_no_peer_memory(command).excludes(peer_memory);
   command
       .add_option("--calibrate", options->calibrate, "PATH",

@@ -88,10 +88,8 @@ void run_rank_bench(const RankBenchOptions& options) {
   std::string device;
   std::optional<RankLink> link;
   double expert_bytes = 0;
-  // To calibrate, rows go through peer memory whatever is predicted.
-  std::optional<bool> peer_memory;
-  if (!others.empty()) peer_memory = true;
-  if (options.peer_memory == false) peer_memory = false;
+  std::optional<bool> peer_memory = options.peer_memory;
+  if (!others.empty()) peer_memory = true;  // to calibrate, whatever is predicted
   run_on_ranks(
       options.num_ranks(), options.device,
       [&](std::shared_ptr<Communicator> rank) {

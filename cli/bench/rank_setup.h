@@ -27,8 +27,8 @@ struct RankBenchOptions {
   int threads = 0;  ///< of each process's CPU; 0: those of the host, shared by its ranks
   /// Without the experts, whose weights take memory, and time to pack.
   bool rows_only = false;
-  /// Rows between GPUs of one host through each other's memory: none, where that can be; true, or
-  /// an Error; false, as messages.
+  /// Rows between GPUs of one host through each other's memory: none, where that is predicted to be
+  /// faster; true, all or an Error; false, as messages.
   std::optional<bool> peer_memory;
   bool json = false;
   std::string calibrate;  ///< file to write RankCosts to; empty: none
