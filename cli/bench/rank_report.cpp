@@ -208,7 +208,8 @@ class Ends {
   std::int64_t fewest_ = 0, most_ = 0;
 };
 
-/// Both ways are timed as one. Rows go there as they do per rank, so the rest is the way back.
+/// Dispatch and combine through peer memory are timed together. per_rank gives the costs of either.
+/// per_slot dispatches as per_rank does, so its combine is what is left of its time.
 void fit_peer_memory(const Ends& ends, const std::string& source, RowCosts& costs) {
   const auto is = [](CombineMode combine) {
     return [combine](const RankRow& row) { return row.is_one_time() && row.combine == combine; };

@@ -124,9 +124,9 @@ struct CommunicatorOptions {
   /// Whether rows between GPUs of one host go through their memory, see Communicator::map_peers().
   /// None, the default: where each rank has a GPU to itself, for as many tokens as that is
   /// predicted to be faster for (rank_costs() in simulation.h). False on one rank: all send
-  /// messages. True: for all tokens, and also where ranks share a GPU. Kernels of a rank then wait
-  /// for those of another on that GPU, so one thread must begin the steps of all ranks before it
-  /// computes any, or each rank needs a process of its own. Sums in two shots
+  /// messages. True: rows of every forward go so, also where ranks share a GPU. Kernels of a rank
+  /// wait for those of another on that GPU, so one thread must begin the steps of all ranks before
+  /// it computes any, or each rank needs a process of its own. Sums in two shots
   /// (docs/expert-parallel.md), of more than 6 MiB or behind a transport need a thread and a stream
   /// for each rank. Where rows or sums go so, by default too, steps of one communicator that
   /// overlap are an Error, and steps or replays of graphs on several streams must be ordered by
@@ -181,9 +181,9 @@ class FUSEDMOE_API Communicator {
   /// As split(), but ranks that were a part before get the same one: what layers have in it they
   /// share. It lives as long as this communicator.
   std::shared_ptr<Communicator> shared_part(int color);
-  /// All ranks once more, with steps, layers and peer memory of their own but without a data plane,
-  /// so that its steps may overlap those of this one. `number`: from 1 on. Who asks again gets the
-  /// same. Collective over all ranks. It lives as long as this communicator.
+  /// A second communicator of the same ranks, whose steps may overlap those of this one. It has
+  /// peer memory of its own, but no data plane. `number`: which one, from 1 on. Who asks again for
+  /// a number gets the same. Collective over all ranks. It lives as long as this communicator.
   std::shared_ptr<Communicator> lane(int number);
   /// Ends the communicator on all ranks, with a reason.
   void abort(std::string_view reason) noexcept;

@@ -114,9 +114,9 @@ struct ForwardOptions {
   /// a stream that is captured does so in any case. No row is dropped. Not where rows of per_slot
   /// are messages, nor where experts of several ranks route by themselves.
   bool fixed_sizes = false;
-  /// Below RankOptions::lanes; the same on all ranks. Forwards of one lane follow each other;
-  /// those of several may be in flight at the same time, each on a stream and in a workspace of its
-  /// own.
+  /// The lane of this forward, from 0 to RankOptions::lanes - 1; the same on all ranks. Forwards of
+  /// one lane follow each other. Those of different lanes may be in flight at the same time, each
+  /// on a stream and in a workspace of its own.
   int lane = 0;
   /// None: the default stream of the device; on the CPU the threads of LayerOptions::executor. On
   /// the CPU cpu_stream() names other threads for this forward.

@@ -60,9 +60,9 @@ struct FUSEDMOE_API Selection {
   std::int64_t packed_bytes() const;
   /// Bytes of memory that the GPU of each rank lends the others for such a layer, where its rows or
   /// sums travel that way: see Communicator::map_peers(). Depends on max_tokens_per_rank,
-  /// combine_dtype and the combine mode: that of the configuration, or per slot where rank_costs()
-  /// make it faster and neither combine nor combine_dtype is given. 0 on the CPU, and where rows
-  /// stay on one rank. Throws Error when nothing fits, or for a file of costs that cannot be read.
+  /// combine_dtype and the combine mode. Where neither combine nor combine_dtype is given, the mode
+  /// is that which rank_costs() predict to be faster. 0 on the CPU, and where rows stay on one
+  /// rank. Throws Error when nothing fits, or for a file of costs that cannot be read.
   std::size_t peer_bytes(const RankOptions& ranks) const;
   /// The same of a configuration of one rank, where its experts are spread over so many ranks that
   /// have tokens of their own. Depends on RankOptions::combine, too.

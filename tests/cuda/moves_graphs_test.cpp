@@ -21,7 +21,9 @@ class CudaMovesGraphsTest : public CudaTest {};
 /// FUSEDMOE_TEST_TIMES: prints how much longer 50 replays take with a commit between them, of eight
 /// experts each way as deepseek-v3 has them, through peer memory on two GPUs. Takes 3 GB of memory.
 TEST_F(CudaMovesGraphsTest, TellsHowLongACommitTakes) {
-  if (!std::getenv("FUSEDMOE_TEST_TIMES") || !all_settings().back().peers) GTEST_SKIP();
+  if (!std::getenv("FUSEDMOE_TEST_TIMES") || !all_settings().back().peers) {
+    GTEST_SKIP() << "times, which FUSEDMOE_TEST_TIMES asks for, of peer memory";
+  }
   constexpr std::int64_t kAll = 16, kMost = 8;
   constexpr int kRuns = 9, kReplays = 50;
   Case spec;

@@ -14,7 +14,8 @@ namespace fusedmoe::testing {
 
 inline constexpr std::int64_t kExperts = 13;
 
-/// Any order of the experts, and of copies of the first three, on 2, 4 or 8 ranks.
+/// Puts each of the 13 experts once, and the first three twice, on `size` ranks, in a random order:
+/// 16 places, so `size` is 2, 4 or 8.
 inline ExpertPlacement random_placement(int size, std::uint64_t seed) {
   std::vector<std::int32_t> experts, ranks;
   for (std::int32_t i = 0; i < 16; ++i) {

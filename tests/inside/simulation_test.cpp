@@ -145,7 +145,8 @@ TEST(SimulationTest, OneLatencyAndOneRateReproduceDeepEpsTable) {
   }
 }
 
-// The same through peer memory: dispatch and combine with fixed sizes, hidden 7168, top-8 of 256,
+// Costs of peer memory that two GPUs gave predict what four GPUs took. Each time is dispatch and
+// combine together, with fixed sizes: hidden 7168, top-8 of 256,
 // bf16 (bench/results/ep-4-gpus-89da804.txt).
 TEST(SimulationTest, TwoGpusTellOfPeerMemoryOfFour) {
   RankCosts costs;
