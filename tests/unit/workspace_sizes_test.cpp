@@ -1,6 +1,8 @@
 // How much scratch memory experts ask for.
 #include <gtest/gtest.h>
 
+#include <string_view>
+
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
@@ -34,6 +36,32 @@ TEST(WorkspaceSizesTest, ScratchFollowsTheExpertRowsThatThereIsRoomFor) {
               (all.workspace13_bytes + all.workspace2_bytes) / 2)
         << capability;
     EXPECT_EQ(some.output_shape, all.output_shape);
+  }
+}
+
+/// Of 8 ranks with 8192 tokens each one gets up to 65536 rows. There is room for twice as many
+/// expert rows as routing at random gives, which are those that one rank has of its own tokens.
+TEST(WorkspaceSizesTest, ScratchOfARankIsAtMostTwoAndAHalfTimesThatOfOneGpu) {
+  constexpr std::int64_t kRanks = 8, kTokens = 8192;
+  for (const std::string_view scheme : {"bf16", "fp8_block", "mxfp4_w4a16"}) {
+    MoeConfig config = some_config();
+    config.num_experts = config.num_local_experts = 256;
+    config.topk = 8;
+    config.hidden = 7168;
+    config.intermediate = 2048;
+    config.scheme = parse_scheme(scheme);
+    config.device = {DeviceKind::kCuda, 0};
+    config.compute_capability = 90;
+    const auto bytes = [&](const ProblemSize& problem) {
+      const WorkspaceSizes sizes =
+          explain(config).create(make_context()).experts().workspace_sizes(problem);
+      return static_cast<double>(sizes.common_bytes() + sizes.workspace2_bytes);
+    };
+    const double one = bytes(ProblemSize::of(config, kTokens));
+    config.num_experts = config.num_local_experts /= kRanks;  // those of the rank
+    ProblemSize received = ProblemSize::of(config, kRanks * kTokens);
+    received.max_rows = 2 * kTokens * config.topk;
+    EXPECT_LE(bytes(received), 2.5 * one) << scheme;
   }
 }
 
