@@ -164,8 +164,9 @@ class RowTimes {
                  is_chosen(each) ? "*" : "", name(each.path), name(each.combine), each.dispatch_us,
                  each.combine_us);
     }
-    const RowCosts& costs = rank_costs().of(rows_.back().path);
-    fmt::print("({}; {})\n", rank_costs().peer_memory.dispatch.source, costs.dispatch.source);
+    const std::string& peers = rank_costs().peer_memory.dispatch.source;
+    const std::string& messages = rank_costs().of(rows_.back().path).dispatch.source;
+    fmt::print("({})\n", peers == messages ? peers : fmt::format("{}; {}", peers, messages));
   }
   nlohmann::json json() const {
     nlohmann::json list = nlohmann::json::array();

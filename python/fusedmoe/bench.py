@@ -18,7 +18,10 @@ import sys
 import time
 from typing import Any, Callable, Dict, List, Optional, Tuple, cast
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    raise SystemExit("fusedmoe.bench needs PyTorch: pip install torch") from error
 
 import fusedmoe
 from fusedmoe import _core

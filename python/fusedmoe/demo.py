@@ -14,6 +14,7 @@ torch and transformers. The published size of a layer: --hidden 2880 --intermedi
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import pathlib
@@ -35,6 +36,7 @@ bf16 after each step: product, bias, parts of the activation, weight, each addit
 error says how far that takes the logits of the prompt (root mean square over that of the logits)
 from those of experts in f32, which are run first."""
 _PROBED = 40  # tokens
+_NEEDED = ("torch", "transformers", "safetensors")
 
 
 def make_model(folder: "str | os.PathLike[str]", **sizes: int) -> int:
@@ -319,6 +321,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON, and the lines to stderr")
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)  # one measurement: see below
     args = parser.parse_args()
+    if missing := [each for each in _NEEDED if importlib.util.find_spec(each) is None]:
+        raise SystemExit(f"fusedmoe.demo needs more packages: pip install {' '.join(missing)}")
     if args.run:
         folder, implementation = args.run
         result = run(folder, implementation, args.new_tokens, args.prompts, args.device)

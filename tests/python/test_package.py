@@ -298,3 +298,18 @@ def test_a_checkpoint_is_quantized(tmp_path):
     with pytest.raises(ValueError, match="awq"):
         fusedmoe.quantize_checkpoint(source, tmp_path / "no", "nvfp4_w4a16", layout="awq")
     assert [path.name for path in tmp_path.iterdir()] == ["int4"]
+
+
+@pytest.mark.parametrize("program", ["bench", "demo"])
+def test_programs_name_the_packages_that_they_miss(program):
+    code = f"""
+import importlib.util, runpy, sys
+find = importlib.util.find_spec
+sys.modules["torch"] = None  # "import torch" fails
+importlib.util.find_spec = lambda name, *more: name != "torch" and find(name, *more) or None
+sys.argv = ["{program}"]
+runpy.run_module("fusedmoe.{program}", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.match(rf"fusedmoe.{program} needs .*: pip install .*torch", done.stderr), done.stderr
