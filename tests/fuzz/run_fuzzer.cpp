@@ -1,12 +1,15 @@
 // Random layers, valid and not: each works and agrees with the reference, or throws Error.
-// run_fuzzer [--runs N] [--seconds S] [--seed S] [--verbose]: run i has seed S + i; a failure
-// prints its seed and problem. Built like the tests, also with sanitizers; clang's fuzzers cannot
-// compile the CPU kernels.
+// run_fuzzer [--runs N] [--seconds S] [--seed S] [--verbose] [--experts NAME]: run i has seed S +
+// i; a failure prints its seed and problem. With --experts all layers run on a GPU, by these
+// experts. Built like the tests, also with sanitizers; clang's fuzzers cannot compile the CPU
+// kernels.
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <set>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fusedmoe/layer.h"
@@ -27,12 +30,19 @@ using fusedmoe::testing::Variant;
 
 struct Statistics {
   std::int64_t compared = 0, refused = 0;
+  std::set<std::string> schemes;  // of what was compared
+
+  void count(const QuantScheme& scheme) {
+    ++compared;
+    schemes.insert(name(scheme));
+  }
 };
 
 // ------------------------------------------------------------------------------------------------
 // Problems
 
-std::int64_t size(Random& random) {
+std::int64_t size(Random& random, bool on_gpu) {
+  if (on_gpu && random.below(4) > 0) return 32 * (1 + random.below(12));  // what kernels can read
   switch (random.below(4)) {
     case 0:
       return 1 + random.below(40);
@@ -45,7 +55,7 @@ std::int64_t size(Random& random) {
   }
 }
 
-Case random_case(Random& random) {
+Case random_case(Random& random, bool on_gpu) {
   constexpr std::array kActivations{
       Activation::kSilu,          Activation::kGelu,       Activation::kGeluTanh,
       Activation::kSwigluOai,     Activation::kSwigluStep, Activation::kSwigluOaiUninterleave,
@@ -56,8 +66,8 @@ Case random_case(Random& random) {
   spec.num_tokens = random.below(5) == 0 ? random.below(2) : random.below(40);
   spec.num_experts = 1 + random.below(9);
   spec.topk = 1 + random.below(std::min<std::int64_t>(spec.num_experts, 4));
-  spec.hidden = size(random);
-  spec.intermediate = size(random);
+  spec.hidden = size(random, on_gpu);
+  spec.intermediate = size(random, on_gpu);
   spec.scheme =
       schemes[static_cast<std::size_t>(random.below(static_cast<std::int64_t>(schemes.size())))]
           .scheme;
@@ -66,7 +76,7 @@ Case random_case(Random& random) {
   spec.bias = random.below(2) == 0;
   spec.skew = static_cast<fusedmoe::testing::RoutingSkew>(random.below(4));
   spec.negative_ids = random.below(3) == 0;
-  spec.expert_map = random.below(4) == 0;
+  spec.expert_map = random.below(4) == 0 && !on_gpu;
   spec.weight_on_input = random.below(5) == 0;
   if (spec.weight_on_input && random.below(4) != 0) spec.topk = 1;
   spec.gate_up_layout = static_cast<GateUpLayout>(random.below(3));
@@ -168,7 +178,7 @@ void run_variants(Random& random, const Problem& problem, DType dtype, Statistic
     ran.config = variant.of(config);
     if (!comparable(spec, dtype, ran)) continue;
     expect_close(actual, expected, tolerance(spec.scheme, dtype, ran), variant.name());
-    ++statistics.compared;
+    statistics.count(spec.scheme);
   }
 }
 
@@ -204,15 +214,20 @@ LayerWeights make_layer(Random& random, const Problem& problem) {
   return layer;
 }
 
-/// A whole layer with any implementation, also one that does not exist, by router or given ids.
-void run_layer(Random& random, const Problem& problem, DType dtype, Statistics& statistics) {
+/// A whole layer with any implementation, also one that does not exist, by router or given ids; or
+/// with experts of a GPU, if it has a name for them, by given ids: two experts of nearly the same
+/// logit may be chosen differently there.
+void run_layer(Random& random, const Problem& problem, DType dtype, const std::string& gpu_experts,
+               Statistics& statistics) {
   const LayerWeights weights = make_layer(random, problem);
-  std::vector<std::string> names{"", "nonsense", "cpu+nonsense"};
-  for (const char* experts : {"cpu", "reference"}) {
-    names.insert(names.end(), {experts, std::string(experts) + "+batched"});
+  std::vector<std::string> names{gpu_experts, gpu_experts + "+batched"};
+  if (gpu_experts.empty()) {
+    names = {"",          "nonsense",         "cpu+nonsense", "cpu", "cpu+batched",
+             "reference", "reference+batched"};
   }
   LayerOptions options;
   options.dtype = dtype;
+  if (!gpu_experts.empty()) options.device = {DeviceKind::kCuda, 0};
   options.batch_invariant = random.below(6) == 0;
   options.hooks = random.below(6) == 0;
   options.monolithic = random.below(6) == 0;
@@ -230,44 +245,49 @@ void run_layer(Random& random, const Problem& problem, DType dtype, Statistics& 
 
   Tensor x = Tensor::empty(problem.hidden_states.shape(), dtype);
   convert(problem.hidden_states, x);
-  Tensor actual = Tensor::empty(x.shape(), dtype), expected = Tensor::empty(x.shape(), dtype);
-  const bool routed = random.below(2) == 0;
+  const bool routed = !gpu_experts.empty() || random.below(2) == 0;
   Tensor ids = problem.topk_ids;
   if (random.below(6) == 0 && ids.numel() > 0) {
     ids.as<std::int32_t>()[0] = static_cast<std::int32_t>(random.below(1000)) - 500;
   }
-  const auto forward = [&](const MoeLayer& which, const Tensor& output, std::size_t less) {
+  const auto forward = [&](const MoeLayer& which, std::size_t less) {
+    const Device device = which.selection().config.device;
     const std::size_t bytes = which.workspace_bytes(x.size(0));
-    const Tensor memory = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8);
+    const Tensor memory = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, device);
     const Workspace workspace{memory.data(), bytes - std::min(bytes, less)};
+    const Tensor input = to_device(x, device), output = Tensor::empty(x.shape(), dtype, device);
+    const Tensor own_ids = to_device(ids, device), own = to_device(problem.topk_weights, device);
     if (routed) {
-      which.forward_routed(x, {ids, problem.topk_weights}, output, workspace);
+      which.forward_routed(input, {own_ids, own}, output, workspace);
     } else {
-      which.forward(x, output, workspace);
+      which.forward(input, output, workspace);
     }
+    synchronize(Stream{device});
+    return to_device(output, Device{});
   };
-  forward(layer, actual, random.below(10) == 0 ? 256 : 0);
-  forward(reference, expected, 0);
+  const Tensor actual = forward(layer, random.below(10) == 0 ? 256 : 0);
+  const Tensor expected = forward(reference, 0);
   const Selection& ran = layer.selection();
   if (!comparable(problem.spec, dtype, ran)) return;
   expect_close(actual, expected, tolerance(problem.spec.scheme, dtype, ran),
                "layer with " + ran.pair());
-  ++statistics.compared;
+  statistics.count(problem.spec.scheme);
 }
 
-void run(std::uint64_t seed, Statistics& statistics, std::string& what) {
+void run(std::uint64_t seed, const std::string& gpu_experts, Statistics& statistics,
+         std::string& what) {
   Random random(seed);
   const DType dtype = random_dtype(random);
-  const Case spec = random_case(random);
+  const Case spec = random_case(random, !gpu_experts.empty());
   what = describe(spec, dtype);
   set_num_threads(static_cast<int>(1 + random.below(2)));
   try {
     Problem problem = fusedmoe::testing::make_problem(spec);
     if (random.below(8) == 0) poison_one(random, problem);
-    if (spec.expert_map || random.below(2) == 0) {
+    if (gpu_experts.empty() && (spec.expert_map || random.below(2) == 0)) {
       run_variants(random, problem, dtype, statistics);
     } else {
-      run_layer(random, problem, dtype, statistics);
+      run_layer(random, problem, dtype, gpu_experts, statistics);
     }
   } catch (const Error&) {
     ++statistics.refused;
@@ -278,10 +298,17 @@ void run(std::uint64_t seed, Statistics& statistics, std::string& what) {
 
 int main(int argc, char** argv) {
   Statistics statistics;
-  return fusedmoe::testing::run_seeds(
-      argc, argv, [&](std::uint64_t seed, std::string& what) { run(seed, statistics, what); },
+  std::string gpu_experts;
+  for (int i = 1; i + 1 < argc; ++i) {
+    if (std::string_view(argv[i]) == "--experts") gpu_experts = argv[i + 1];
+  }
+  const int status = fusedmoe::testing::run_seeds(
+      argc, argv,
+      [&](std::uint64_t seed, std::string& what) { run(seed, gpu_experts, statistics, what); },
       [&] {
-        return std::to_string(statistics.compared) + " results compared, " +
+        return std::to_string(statistics.compared) + " results of " +
+               std::to_string(statistics.schemes.size()) + " schemes compared, " +
                std::to_string(statistics.refused) + " problems refused";
       });
+  return status == 0 && statistics.compared == 0 ? 1 : status;
 }
