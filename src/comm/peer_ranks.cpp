@@ -109,6 +109,7 @@ std::string Communicator::map_peers(std::size_t bytes) {
   std::shared_ptr<PeerMemory> made;
   const std::string reason = impl.map_arenas(*this, bytes, made);
   if (!reason.empty()) return impl.without_peers = reason;
+  if (impl.peers) made->share_gpu(impl.peers->lanes());
   impl.peer_watch.reset();
   {
     const std::lock_guard lock(impl.mutex);

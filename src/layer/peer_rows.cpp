@@ -54,7 +54,6 @@ PeerRows::PeerRows(const RankRules& rules, const StepSizes& sizes, void* memory)
   step_.placement = rules.version.as<const std::uint32_t>();
   step_.most_tokens = most;
   step_.topk = topk;
-  step_.lanes = rules.lanes;
   std::vector<std::int64_t> travel;
   for (const TensorView& each : travelling(received_)) {
     travel.push_back(row_bytes(each));

@@ -50,7 +50,6 @@ RankRules::RankRules(const MoeConfig& config, const Context& context, bool allga
       num_logits(config.monolithic ? config.num_experts : 0),
       hooks(config.hooks),
       one_pass(hooks || config.monolithic || batch_dependent(config.scheme)),
-      lanes(context.ranks.lanes),
       sums(nullptr),
       parallel(config.parallel),
       placement(placement_on(config.parallel, config, context.ranks)) {
@@ -62,9 +61,9 @@ RankRules::RankRules(const MoeConfig& config, const Context& context, bool allga
   const bool nearest = context.ranks.replica_choice == ReplicaChoice::kNearest;
   if (nearest && !sums.needed()) nearest_rank = rank;
   if (!device.is_cpu()) {
-    if (sums.needed()) sums.map_peers(config.hidden, layer, version, lanes);
+    if (sums.needed()) sums.map_peers(config.hidden, layer, version, context.ranks.lanes);
     no_peer_memory = map_peers(config, context.ranks);
-    check_lanes(lanes, no_peer_memory);
+    share_gpu(*group, context.ranks.lanes, no_peer_memory);
     if (no_peer_memory.empty()) way = RowWay::kPeerMemory;
   }
   if (way == RowWay::kPeerMemory && peer_tokens == max_tokens_per_rank) return;

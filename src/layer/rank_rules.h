@@ -74,7 +74,6 @@ struct RankRules {
   int size = 1, rank = 0;               // in the group
   std::vector<int> members;             // of the group, as numbers of all ranks
   int num_all = 1;                      // ranks of the layer
-  int lanes = 1;                        // as in RankOptions
   RankSums sums;                        // over the ranks that have the same tokens
   RowWay way = RowWay::kDeviceMessages;
   std::int64_t peer_tokens = 0;  // of peer memory: forwards of more tokens send messages

@@ -114,8 +114,9 @@ void connect_for(std::string_view what, std::string_view why, Communicator& rank
   ranks.connect(why.empty() ? std::string(what) : core::format("{} as messages ({})", what, why));
 }
 
-void check_lanes(int lanes, const std::string& no_peer_memory) {
-  if (lanes == 1 || no_peer_memory.empty()) return;
+void share_gpu(Communicator& ranks, int lanes, const std::string& no_peer_memory) {
+  if (no_peer_memory.empty()) return ranks.peers()->share_gpu(lanes);
+  if (lanes == 1) return;
   throw Error::unsupported(
       Reason::kParallelConfig, "options.ranks.lanes",
       core::format("options.ranks.lanes {}: only through the memory of GPUs, but here not: {}",
@@ -127,10 +128,9 @@ void RankSums::map_peers(std::int64_t hidden, std::uint32_t layer, const TensorV
   const bool fits = bytes(DType::kF32, hidden) <= PeerMemory::most_sum_bytes();
   no_peer_memory_ = fits ? communicator_->map_peers(PeerMemory::head_bytes())
                          : core::format("rows of {} columns are too long", hidden);
-  check_lanes(lanes, no_peer_memory_);
+  share_gpu(*communicator_, lanes, no_peer_memory_);
   by_peers_ = no_peer_memory_.empty();
   layer_ = layer;
-  lanes_ = lanes;
   placement_ = placement.as<const std::uint32_t>();
 }
 
@@ -162,8 +162,7 @@ RankSums::Buffers::Buffers(core::WorkspaceCutter& cutter, const RankSums& sums,
 
 void RankSums::tell(const TensorView& partial, Stream stream) const {
   if (by_peers_)
-    communicator_->peers()->tell_parts({layer_, placement_, partial, partial, false, lanes_},
-                                       stream);
+    communicator_->peers()->tell_parts({layer_, placement_, partial, partial, false}, stream);
 }
 
 void RankSums::run(const TensorView& partial, const TensorView& output, bool accumulate,
@@ -171,7 +170,7 @@ void RankSums::run(const TensorView& partial, const TensorView& output, bool acc
   if (by_peers_) {
     PeerMemory& peers = *communicator_->peers();
     if (peers.has_ended()) communicator_->check();
-    return peers.add_parts({layer_, placement_, partial, output, accumulate, lanes_}, told, stream);
+    return peers.add_parts({layer_, placement_, partial, output, accumulate}, told, stream);
   }
   if (stream.device.is_cpu() && communicator_->can_lend()) {
     return run_in_place(partial, output, accumulate, buffers, stream, what);

@@ -14,8 +14,9 @@ std::string peer_memory_of(const Communicator& ranks);
 /// Communicator::connect() for what goes as messages. `why`: not by peer memory; may be empty.
 void connect_for(std::string_view what, std::string_view why, Communicator& ranks);
 
-/// Throws Error where several lanes would need messages.
-void check_lanes(int lanes, const std::string& no_peer_memory);
+/// Leaves each lane its share of the GPU. Throws Error where several would need messages, or a
+/// layer with fewer has run. `no_peer_memory`: why rows or sums are messages; empty: they are not.
+void share_gpu(Communicator& ranks, int lanes, const std::string& no_peer_memory);
 
 /// output = sum of `partial` over the ranks of a communicator, in rank order in f32, so that every
 /// rank has the same bits. Each rank adds up a part of the tokens; the others read it where it is,
@@ -25,8 +26,7 @@ class RankSums {
   explicit RankSums(std::shared_ptr<Communicator> communicator)
       : communicator_(std::move(communicator)) {}
   /// Collective, on GPUs: lets sums of rows of `hidden` columns go through their memory if that is
-  /// possible. `layer` and `placement`: as in PeerStep.
-  /// `lanes`: as in RankOptions; Error where several cannot.
+  /// possible. `layer` and `placement`: as in PeerStep. `lanes`: see share_gpu().
   void map_peers(std::int64_t hidden, std::uint32_t layer, const TensorView& placement, int lanes);
   /// Where parts are messages, all ranks of the communicator must be able to send some.
   void connect() const;
@@ -57,7 +57,6 @@ class RankSums {
                     const Buffers& buffers, Stream stream, std::string_view what) const;
   std::shared_ptr<Communicator> communicator_;
   std::uint32_t layer_ = 0;
-  int lanes_ = 1;
   const std::uint32_t* placement_ = nullptr;
   bool by_peers_ = false;
   std::string no_peer_memory_;  // why parts are messages between GPUs

@@ -35,9 +35,6 @@ struct PeerStep {
   std::int64_t weights = 0;              ///< (ranks, most_tokens, topk) f32
   std::int64_t rows[kMostTensors] = {};  ///< (most_tokens, columns of the tensor)
   std::int64_t results = 0;  ///< what this rank's experts leave for the tokens of all ranks
-  /// So many steps, each of an arena of its own, may wait on a GPU at the same time: each leaves
-  /// multiprocessors to what the others wait for.
-  int lanes = 1;
 };
 
 /// What a rank shows the others.
@@ -86,7 +83,6 @@ struct PeerParts {
   TensorView partial;                        ///< (num_tokens, hidden), contiguous: this rank's part
   TensorView output;  ///< (num_tokens, hidden), of the same dtype or f32; or `partial` is f32
   bool accumulate = false;
-  int lanes = 1;  ///< as in PeerStep
 };
 
 class PeerMemory {
@@ -127,6 +123,12 @@ class PeerMemory {
   virtual std::byte* own() const = 0;
   /// Whether a step has gone through it: its address must stay.
   virtual bool is_used() const = 0;
+  /// So many steps, each of an arena of its own, may wait on this GPU at the same time: kernels
+  /// that wait leave multiprocessors to what ranks in other lanes wait for. The largest number that
+  /// was given counts. Throws Error for a larger one behind the first step, which took more than
+  /// its share, in graphs again and again.
+  virtual void share_gpu(int lanes) = 0;
+  virtual int lanes() const = 0;
   /// Why this rank's kernels have given up, for good; empty: they have not.
   virtual std::string failure() const = 0;
   /// Ends all waits of this rank's kernels, and all later ones.

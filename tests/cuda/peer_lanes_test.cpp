@@ -3,12 +3,15 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../ranks/same_parts.h"
 #include "../unit/error_text.h"
+#include "moe/peer_memory.h"
 #include "peer_ranks.h"
 #include "two_processes.h"
 
@@ -145,6 +148,77 @@ TEST_F(PeerLanesTest, SumsOfTwoMicroBatchesOverlap) {
   });
   EXPECT_EQ(rows_travel(*two.layers[0]), "peer memory");
   expect_bits_of_one_by_one(two);
+}
+
+/// What rank 1 shows must come while rank 0 waits for it. A kernel with so many rows has blocks
+/// that leave no room for others on their multiprocessors; of a layer with one lane it has one on
+/// each.
+TEST_F(PeerLanesTest, AKernelThatWaitsLeavesRoomForOthers) {
+  constexpr std::int64_t kMany = 1024;
+  const PeerRanks ranks(2);
+  const auto layers = ranks.make(make_layer_weights({small_case("bf16")}), kMany, false,
+                                 [](int, LayerOptions& options) { options.ranks.lanes = kLanes; });
+  std::vector<PeerBuffers> buffers;
+  std::vector<OwnedStream> streams;
+  for (int r = 0; r < ranks.size(); ++r) {
+    streams.emplace_back(kGpu);
+    buffers.emplace_back(*layers[r], kMany, kMany);
+    buffers[r].fill(input_of(buffers[r].x.shape(), 0, r, 0));
+  }
+  ForwardOptions options;
+  options.max_tokens = kMany;
+  run_all(layers, buffers, options);  // loads what a kernel that waits would keep from loading
+  wait_for_all(layers);
+  std::vector<Tensor> expected;
+  for (const PeerBuffers& each : buffers) expected.push_back(to_host(each.output));
+
+  std::vector<MoeLayer::Step> steps;
+  for (int r = 0; r < ranks.size(); ++r) {
+    const PeerBuffers& own = buffers[r];
+    options.stream = streams[r];
+    steps.push_back(layers[r]->begin(own.x, own.output, own.scratch(), options));
+    steps.back().compute();
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // rank 0's kernel waits
+  }
+  for (MoeLayer::Step& step : steps) step.finish();
+  for (int r = 0; r < ranks.size(); ++r) {
+    synchronize(streams[r]);
+    EXPECT_TRUE(bitwise_equal(to_host(buffers[r].output), expected[r])) << r;
+  }
+  for (const auto& each : ranks.communicators) each->check();
+}
+
+/// The share is the communicator's: a layer with fewer lanes keeps it, and one with more is late
+/// behind the first forward.
+TEST_F(PeerLanesTest, ALayerWithMoreLanesComesFirst) {
+  const LayerWeights weights = make_layer_weights({small_case("bf16")});
+  const PeerRanks ranks(2);
+  const auto make = [&](int lanes) {
+    return ranks.make(weights, kTokens, false,
+                      [&](int, LayerOptions& options) { options.ranks.lanes = lanes; });
+  };
+  const auto first = make(1);
+  EXPECT_EQ(ranks.communicators[0]->peers()->lanes(), 1);
+  make(2);
+  const auto fewer = make(1);
+  EXPECT_EQ(ranks.communicators[0]->peers()->lanes(), 2);
+  std::vector<PeerBuffers> buffers;
+  for (const auto& layer : fewer) {
+    buffers.emplace_back(*layer, kTokens, kTokens);
+    buffers.back().fill(input_of(buffers.back().x.shape(), 0, 0, 0));
+  }
+  run_all(fewer, buffers, {});
+  wait_for_all(fewer);
+  make(2);
+  run_ranks(2, [&](int rank) {
+    LayerOptions options = options_of(kGpu, false);
+    options.ranks.communicator = ranks.communicators[rank];
+    options.ranks.max_tokens_per_rank = kTokens;
+    options.ranks.lanes = 3;
+    EXPECT_EQ(error_text([&] { MoeLayer(weights, options); }),
+              "options.ranks.lanes 3: layers with 2 have run, whose kernels may wait on too much "
+              "of the GPU: make the layer with most lanes first");
+  });
 }
 
 /// As those that move have other maps in every lane.

@@ -192,6 +192,18 @@ class CudaPeerMemory final : public PeerMemory {
     const core::CurrentDevice current(place_.device);
     publish_rows(step_, step, rows, stream);
     recorded_ = last_recorded(stream);
+  void share_gpu(int lanes) override {
+    if (lanes > step_.lanes && is_used_) {
+      throw Error::unsupported(
+          Reason::kParallelConfig, "options.ranks.lanes",
+          core::format("options.ranks.lanes {}: layers with {} have run, whose kernels may wait on "
+                       "too much of the GPU: make the layer with most lanes first",
+                       lanes, step_.lanes));
+    }
+    step_.lanes = std::max(step_.lanes, lanes);
+  }
+  int lanes() const override { return step_.lanes; }
+
     told_ = false;
   }
   void pull(const PeerStep& step, const PulledRows& rows, Stream stream) override {

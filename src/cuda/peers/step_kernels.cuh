@@ -34,7 +34,6 @@ struct StepParams {
   StepKey fixed_key;               // without the placement
   const std::uint32_t* placement;  // as in PeerStep
   std::int32_t topk, most_tokens;
-  std::int32_t lanes;         // as in PeerStep
   std::int64_t ids, weights;  // as in PeerStep
 
   __device__ StepKey key() const {
@@ -50,7 +49,6 @@ inline StepParams step_params(const PeerPlace& place, const PeerStep& step) {
   p.fixed_key = {step.layer, static_cast<std::uint32_t>(step.most_tokens),
                  static_cast<std::uint32_t>(step.topk), static_cast<std::uint32_t>(step.row_bytes)};
   p.placement = step.placement;
-  p.lanes = step.lanes;
   p.topk = static_cast<std::int32_t>(step.topk);
   p.most_tokens = static_cast<std::int32_t>(step.most_tokens);
   p.ids = step.ids;
@@ -128,7 +126,7 @@ void launch_teams(Kernel kernel, std::int64_t pieces, Stream stream, bool overla
                   const Params& params, bool together = false) {
   const std::int64_t most = together && pieces <= TeamType::kMost
                                 ? 1
-                                : multiprocessor_count(stream.device) / params.step.lanes;
+                                : multiprocessor_count(stream.device) / params.step.place.lanes;
   const std::int64_t teams =
       std::clamp<std::int64_t>(core::ceil_div(pieces, most), 1, TeamType::kMost);
   const std::int64_t blocks = std::clamp<std::int64_t>(core::ceil_div(pieces, teams), 1, most);

@@ -12,6 +12,7 @@ struct PeerPlace {
   Peers peers;
   Patience patience;
   FailureRecord* record = nullptr;
+  int lanes = 1;  ///< see PeerMemory::share_gpu()
 };
 
 void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedRows& rows,

@@ -105,7 +105,6 @@ void sum_parts(const PeerPlace& place, const PeerParts& parts, SumPhases phases,
   step.placement = parts.placement;
   step.most_tokens = num_tokens;
   step.row_bytes = row_bytes;
-  step.lanes = parts.lanes;
   const int ranks = place.peers.size;
   const auto launch_kernel = [&](auto row, auto result) {
     using Row = decltype(row);
