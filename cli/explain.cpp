@@ -137,15 +137,13 @@ class RowTimes {
     const MoeConfig& config = selection.config;
     const PrepareFinalizeDescriptor* const transport = selection.prepare_finalize;
     const bool gathers = transport == &allgather_reducescatter();
-    if (config.device.is_cpu() || config.parallel.ep_size == 1 ||
-        config.parallel.group_size() > 1 || tokens_ == 0 || (transport != &all2all() && !gathers)) {
-      return;
-    }
+    if (config.device.is_cpu() || (transport != &all2all() && !gathers)) return;
+    const auto messages = gathers ? RowPath::kAllgather : RowPath::kAll2all;
     RankOptions ranks;
     ranks.max_tokens_per_rank = tokens_;
     if (!options.combine.empty()) ranks.combine = config.combine;
+    if (!layer::without_peer_memory(config, ranks, messages).empty()) return;
     const auto placement = ExpertPlacement::linear(config.num_experts, config.parallel.ep_size);
-    const auto messages = gathers ? RowPath::kAllgather : RowPath::kAll2all;
     chosen_ = layer::choose_rows(rank_costs(), config, ranks, placement, messages);
     const auto add = [&](RowPath path, CombineMode combine) {
       rows_.push_back(

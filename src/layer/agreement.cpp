@@ -195,7 +195,8 @@ Facts facts_of(const MoeConfig& config, const LayerWeights& weights, const Layer
       {"placement", ranks.placement ? ranks.placement->json() : "linear"},
   };
   if (parallel.tp_size == 1) facts.emplace_back("intermediate", number(config.intermediate));
-  if (leaves_choice(config, ranks))
+  const bool gathers = selection.prepare_finalize == &allgather_reducescatter();
+  if (leaves_choice(config, ranks, gathers ? RowPath::kAllgather : RowPath::kAll2all))
     std::ranges::move(facts_of(rank_costs()), std::back_inserter(facts));
   return facts;
 }

@@ -48,26 +48,21 @@ std::string RankRules::rows_travel() const {
 
 /// The same on all ranks: they have agreed on what it depends on.
 std::string RankRules::map_peers(MoeConfig config, const RankOptions& options) {
-  if (num_logits > 0) return "monolithic experts would route the rows that nobody fills";
-  if (parallel.ep_size == 1 || size < num_all || sums.needed()) {
-    return "ranks with slices of the same experts, or with the same tokens, add sums";
-  }
-  if (hooks) return "hooks are told whose each row is, and here are rows of nobody";
-  if (receive_capacity > 0) return "receive_capacity limits rows that are counted";
-  if (max_tokens_per_rank == 0) return "max_tokens_per_rank is not given";
   const RowPath messages = allgather ? RowPath::kAllgather : RowPath::kAll2all;
+  std::string why = without_peer_memory(config, options, messages);
+  if (!why.empty()) return why;
   const auto connect = [&] {
     group->connect("messages are predicted to be faster, but cannot be sent");
   };
   RowChoice choice{config.combine, max_tokens_per_rank};
-  if (leaves_choice(config, options)) {
+  if (leaves_choice(config, options, messages)) {
     choice = may_send(options)
                  ? choose_rows(rank_costs(), config, options, placement, messages, connect)
                  : choose_rows(rank_costs(), config, options, placement, std::nullopt);
   }
   if (choice.peer_tokens == 0) return "they are predicted to be faster";
   config.combine = choice.combine;
-  const std::string why = group->map_peers(PeerRows::arena_bytes(config, options, size));
+  why = group->map_peers(PeerRows::arena_bytes(config, options, size));
   if (!why.empty()) return why;
   combine = choice.combine;
   if (per_slot()) combine_dtype = DType::kF32;

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/format.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/error.h"
 #include "layer/prepared_rows.h"
+#include "moe/peer_memory.h"
 
 namespace fusedmoe::layer {
 namespace {
@@ -93,10 +95,30 @@ bool may_send(const RankOptions& options) {
   return options.lanes == 1 && !ranks.wants_peer_memory() && ranks.backend() != "none";
 }
 
-bool leaves_choice(const MoeConfig& config, const RankOptions& options) {
-  const bool travel = config.parallel.needs_dispatch() && config.parallel.ep_size > 1;
-  if (config.device.is_cpu() || !travel || config.combine == kPerSlot) return false;
-  if (config.hooks || options.receive_capacity > 0) return false;
+std::string without_peer_memory(const MoeConfig& config, const RankOptions& options,
+                                RowPath messages) {
+  const ParallelConfig& parallel = config.parallel;
+  const bool adds_sums =
+      messages == RowPath::kAllgather && parallel.group_size() > 1 && !parallel.sequence_parallel;
+  if (config.monolithic) return "monolithic experts would route the rows that nobody fills";
+  if (parallel.ep_size == 1 || adds_sums) {
+    return "ranks with slices of the same experts, or with the same tokens, add sums";
+  }
+  if (config.hooks) return "hooks are told whose each row is, and here are rows of nobody";
+  if (options.receive_capacity > 0) return "receive_capacity limits rows that are counted";
+  if (options.max_tokens_per_rank == 0) return "max_tokens_per_rank is not given";
+  if (parallel.num_ranks() > PeerMemory::most_ranks()) {
+    return core::format("{} ranks: at most {} can map each other's memory", parallel.num_ranks(),
+                        PeerMemory::most_ranks());
+  }
+  return {};
+}
+
+bool leaves_choice(const MoeConfig& config, const RankOptions& options, RowPath messages) {
+  if (config.device.is_cpu() || !config.parallel.needs_dispatch()) return false;
+  if (config.combine == kPerSlot || !without_peer_memory(config, options, messages).empty()) {
+    return false;
+  }
   return !options.combine || may_send(options);
 }
 

@@ -35,8 +35,12 @@ struct RowChoice {
 /// Whether some rows may be messages although peer memory could serve: nobody wants that memory in
 /// any case, and there is one lane.
 bool may_send(const RankOptions& options);
-/// Whether a layer asks what rows cost.
-bool leaves_choice(const MoeConfig& config, const RankOptions& options);
+/// Why rows of such a layer on GPUs are messages of this path, whatever GPUs there are; empty: they
+/// may go through peer memory.
+std::string without_peer_memory(const MoeConfig& config, const RankOptions& options,
+                                RowPath messages);
+/// Whether a layer, whose rows could be messages of this path, asks what rows cost.
+bool leaves_choice(const MoeConfig& config, const RankOptions& options, RowPath messages);
 /// For such forwards, of options.max_tokens_per_rank tokens at most. `messages`: the path that they
 /// would take; none: rows cannot be messages. The combine mode is chosen where neither `config` nor
 /// `options` asks for one: per slot where that is faster for one token and for the most. Rows per

@@ -161,6 +161,8 @@ class PeerMemory {
   /// `told`, and one shot is enough: else such ranks need a thread and a stream each.
   virtual void add_parts(const PeerParts& parts, bool told, Stream stream) = 0;
 
+  /// Of a communicator.
+  static int most_ranks();
   /// Before what steps have in an arena: what ranks tell each other, and the parts of sums.
   static std::size_t head_bytes();
   static std::int64_t most_sum_bytes();

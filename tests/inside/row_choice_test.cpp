@@ -150,8 +150,9 @@ TEST(RowChoiceTest, LayersThatLeaveNoChoiceDoNotAskForCosts) {
     MoeConfig config = config_of(2);
     RankOptions options;
     options.communicator = make_thread_communicators(1, {testing::kPatient}).front();
+    options.max_tokens_per_rank = kMost;
     change(config, options);
-    return layer::leaves_choice(config, options);
+    return layer::leaves_choice(config, options, RowPath::kAll2all);
   };
   EXPECT_TRUE(changed([](auto&, auto&) {}));
   EXPECT_TRUE(changed([](auto&, auto& options) { options.combine = kPerRank; }));
@@ -165,6 +166,28 @@ TEST(RowChoiceTest, LayersThatLeaveNoChoiceDoNotAskForCosts) {
   EXPECT_FALSE(changed([](auto& config, auto&) { config.hooks = true; }));
   EXPECT_FALSE(changed([](auto& config, auto&) { config.parallel = {}; }));
   EXPECT_FALSE(changed([](auto&, auto& options) { options.receive_capacity = 8; }));
+  EXPECT_FALSE(changed([](auto& config, auto&) { config = config_of(32); }));
+}
+
+TEST(RowChoiceTest, SaysWhyNoGpusCouldReadEachOthersMemory) {
+  RankOptions options;
+  options.max_tokens_per_rank = kMost;
+  const auto why = [&](const MoeConfig& config, RowPath messages = RowPath::kAll2all) {
+    return layer::without_peer_memory(config, options, messages);
+  };
+  EXPECT_EQ(why(config_of(16)), "");
+  EXPECT_EQ(why(config_of(32)), "32 ranks: at most 16 can map each other's memory");
+  MoeConfig pairs = config_of(4);
+  Deployment deployment{.tp_size = 2, .dp_size = 2, .expert_parallel = true};
+  pairs.parallel = ParallelConfig::of(deployment);
+  EXPECT_EQ(why(pairs), "");
+  EXPECT_EQ(why(pairs, RowPath::kAllgather),
+            "ranks with slices of the same experts, or with the same tokens, add sums");
+  deployment.sequence_parallel = true;
+  pairs.parallel = ParallelConfig::of(deployment);
+  EXPECT_EQ(why(pairs, RowPath::kAllgather), "");
+  options.max_tokens_per_rank = 0;
+  EXPECT_EQ(why(config_of(2)), "max_tokens_per_rank is not given");
 }
 
 std::size_t peer_bytes(std::optional<CombineMode> combine) {

@@ -65,6 +65,9 @@ std::string to_string(const FailureRecord& record, int rank, const Patience& pat
 
 namespace fusedmoe {
 
+int PeerMemory::most_ranks() {
+  return cuda::kMostPeers;
+}
 std::size_t PeerMemory::head_bytes() {
   return cuda::kSumsEnd;
 }
