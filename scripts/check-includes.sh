@@ -32,7 +32,7 @@ find src include cli bench python tests/unit tests/capi -name '*.h' -o -name '*.
       allow("capi", "fusedmoe"); allow("python", "fusedmoe tools"); allow("mpi", "fusedmoe")
       # Within src/cuda; "." are its own files. Only layer knows the architectures, sm*.
       within("device"); within("rows", "device"); within("formats", "device rows")
-      within("router", "device rows"); within("nccl", "device"); within("peers", "device rows")
+      within("router", "device rows"); within("nccl", "device"); within("peers", "device rows router")
       within("mlp", "device rows formats"); within("one_token", "device rows formats mlp")
       below = "device rows formats router mlp one_token "
       within("experts", ". " below); within("sm90", "experts " below); within("sm80", "experts " below)

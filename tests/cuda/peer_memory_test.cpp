@@ -102,18 +102,33 @@ TEST_F(PeerMemoryTest, ReplaysGiveTheBitsOfOtherSteps) {
   }
 }
 
-/// How many kernels a graph has that records such work.
-std::size_t launches_of(Stream stream, const std::function<void()>& work) {
-  const auto handle = static_cast<cudaStream_t>(stream.handle);
-  EXPECT_EQ(cudaStreamBeginCapture(handle, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-  work();
-  cudaGraph_t graph = nullptr;
-  EXPECT_EQ(cudaStreamEndCapture(handle, &graph), cudaSuccess);
-  std::size_t count = 0;
-  EXPECT_EQ(cudaGraphGetNodes(graph, nullptr, &count), cudaSuccess);
-  EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
-  return count;
-}
+/// Kernels of a graph that records such work, and how many begin while the one before runs.
+struct Launches {
+  std::size_t all = 0, early = 0;
+
+  Launches(Stream stream, const std::function<void()>& work) {
+    const auto handle = static_cast<cudaStream_t>(stream.handle);
+    EXPECT_EQ(cudaStreamBeginCapture(handle, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    work();
+    cudaGraph_t graph = nullptr;
+    EXPECT_EQ(cudaStreamEndCapture(handle, &graph), cudaSuccess);
+    EXPECT_EQ(cudaGraphGetNodes(graph, nullptr, &all), cudaSuccess);
+#if CUDART_VERSION >= 13000
+    const auto get_edges = cudaGraphGetEdges;
+#else
+    const auto get_edges = cudaGraphGetEdges_v2;
+#endif
+    std::size_t count = 0;
+    EXPECT_EQ(get_edges(graph, nullptr, nullptr, nullptr, &count), cudaSuccess);
+    std::vector<cudaGraphNode_t> from(count), to(count);
+    std::vector<cudaGraphEdgeData> edges(count);
+    EXPECT_EQ(get_edges(graph, from.data(), to.data(), edges.data(), &count), cudaSuccess);
+    for (const cudaGraphEdgeData& edge : edges) {
+      early += edge.type == cudaGraphDependencyTypeProgrammatic;
+    }
+    EXPECT_EQ(cudaGraphDestroy(graph), cudaSuccess);
+  }
+};
 
 /// With nothing between compute and finish, the kernel that sums also tells that the experts have
 /// ended.
@@ -130,14 +145,38 @@ TEST_F(PeerMemoryTest, AForwardIsOneLaunchLessThanItsParts) {
   run_all(layers, buffers, options);  // loads what it needs
   synchronize(stream);
   const PeerBuffers& own = buffers[0];
-  const std::size_t whole =
-      launches_of(stream, [&] { layers[0]->forward(own.x, own.output, own.scratch(), options); });
-  const std::size_t parts = launches_of(stream, [&] {
+  const Launches whole(stream,
+                       [&] { layers[0]->forward(own.x, own.output, own.scratch(), options); });
+  const Launches parts(stream, [&] {
     MoeLayer::Step step = layers[0]->begin(own.x, own.output, own.scratch(), options);
     step.compute();
     step.finish();
   });
-  EXPECT_EQ(whole + 1, parts);
+  EXPECT_EQ(whole.all + 1, parts.all);
+}
+
+/// Rows are shown while the router's kernel chooses; with the caller's ids nothing of ours is
+/// before.
+TEST_F(PeerMemoryTest, RowsAreShownWhileTheRouterChooses) {
+  const LayerWeights weights = make_layer_weights({small_case("bf16")});
+  const PeerRanks ranks(2);
+  const auto layers = ranks.make(weights, kTokens);
+  std::vector<PeerBuffers> buffers;
+  for (int r = 0; r < 2; ++r) buffers.emplace_back(*layers[r], tokens_of(r), kTokens);
+  const OwnedStream stream(kGpu);
+  ForwardOptions options;
+  options.stream = stream;
+  options.max_tokens = kTokens;
+  run_all(layers, buffers, options);
+  run_all(layers, buffers, options, true);
+  synchronize(stream);
+  const PeerBuffers& own = buffers[0];
+  const Launches routes(stream,
+                        [&] { layers[0]->forward(own.x, own.output, own.scratch(), options); });
+  const Launches routed(stream, [&] {
+    layers[0]->forward_routed(own.x, {own.ids, own.weights}, own.output, own.scratch(), options);
+  });
+  EXPECT_EQ(routes.early, routed.early + 1);
 }
 
 /// Each rank has a graph on a stream of its own, as ranks on several GPUs have. There the kernels

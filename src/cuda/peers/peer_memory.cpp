@@ -17,6 +17,7 @@
 #include "cuda/peers/host_words.h"
 #include "cuda/peers/steps.h"
 #include "cuda/peers/sum_layout.h"
+#include "cuda/router/kernels.h"
 #include "fusedmoe/error.h"
 #include "fusedmoe/runtime.h"
 
@@ -72,6 +73,22 @@ cudaGraphNode_t last_recorded(Stream stream) {
 #endif
   FUSEDMOE_CUDA_CHECK(ask(handle, &status, nullptr, nullptr, &nodes, &edges, &count));
   return count == 1 ? nodes[0] : nullptr;
+}
+
+/// Whether a node of a graph is the router's kernel. Of kernels that others have launched the CUDA
+/// runtime may know nothing.
+bool is_route(cudaGraphNode_t node) {
+  cudaGraphNodeType type{};
+  cudaKernelNodeParams params{};
+  if (!node || cudaGraphNodeGetType(node, &type) != cudaSuccess ||
+      type != cudaGraphNodeTypeKernel) {
+    return false;
+  }
+  if (cudaGraphKernelNodeGetParams(node, &params) == cudaSuccess) {
+    return is_route_kernel(params.func);
+  }
+  cudaGetLastError();  // clears it, which later calls would report as theirs
+  return false;
 }
 
 bool is_at_work(Stream stream) {
@@ -175,6 +192,18 @@ class CudaPeerMemory final : public PeerMemory {
   std::byte* own() const override { return own_arena().data(); }
   bool is_used() const override { return is_used_; }
 
+  void share_gpu(int lanes) override {
+    if (lanes > step_.lanes && is_used_) {
+      throw Error::unsupported(
+          Reason::kParallelConfig, "options.ranks.lanes",
+          core::format("options.ranks.lanes {}: layers with {} have run, whose kernels may wait on "
+                       "too much of the GPU: make the layer with most lanes first",
+                       lanes, step_.lanes));
+    }
+    step_.lanes = std::max(step_.lanes, lanes);
+  }
+  int lanes() const override { return step_.lanes; }
+
   std::string failure() const override {
     const FailureRecord& record = shared_->record;
     if (HostWords::load_acquire(&record.is_written) == 0) return {};
@@ -190,20 +219,8 @@ class CudaPeerMemory final : public PeerMemory {
     is_used_ = true;
     if (in_step_.exchange(true)) throw overlapping();
     const core::CurrentDevice current(place_.device);
-    publish_rows(step_, step, rows, stream);
+    publish_rows(step_, step, rows, is_route(last_recorded(stream)), stream);
     recorded_ = last_recorded(stream);
-  void share_gpu(int lanes) override {
-    if (lanes > step_.lanes && is_used_) {
-      throw Error::unsupported(
-          Reason::kParallelConfig, "options.ranks.lanes",
-          core::format("options.ranks.lanes {}: layers with {} have run, whose kernels may wait on "
-                       "too much of the GPU: make the layer with most lanes first",
-                       lanes, step_.lanes));
-    }
-    step_.lanes = std::max(step_.lanes, lanes);
-  }
-  int lanes() const override { return step_.lanes; }
-
     told_ = false;
   }
   void pull(const PeerStep& step, const PulledRows& rows, Stream stream) override {

@@ -84,22 +84,24 @@ __device__ inline bool await_all(const StepParams& p, Round round) {
 
 /// By all threads of a block, behind what other ranks may read: the last block of the grid tells
 /// them all. What each block has written is with the other ranks before its ticket is drawn.
-/// Returns whether this is that block.
+/// Returns, to the first warp alone, whether this is that block.
 __device__ inline bool signal_when_all_done(const StepParams& p, Round round,
                                             std::uint32_t before) {
   const Peers& peers = p.place.peers;
-  __shared__ bool is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence_system();
-    is_last = gridDim.x == 1 || atomicAdd(&peers.own().ticket, 1) == gridDim.x - 1;
-    if (is_last) peers.own().ticket = 0;
-    __threadfence();
-  }
-  __syncthreads();
-  if (!is_last) return false;
+  const StepKey key = p.key();
   const int to = static_cast<int>(threadIdx.x);
-  if (to < peers.size) send_signal<DeviceWords>(peers, round, p.key(), to, before);
+  __syncthreads();
+  if (to >= 32) return false;
+  int is_last = 0;
+  if (to == 0) {
+    __threadfence_system();
+    is_last = gridDim.x == 1 || atomicAdd(&peers.own().ticket, 1) == gridDim.x - 1 ? 1 : 0;
+    if (is_last != 0) peers.own().ticket = 0;
+  }
+  is_last = __shfl_sync(~0U, is_last, 0);
+  __syncwarp();  // the signals are behind the ticket
+  if (is_last == 0) return false;
+  if (to < peers.size) send_signal<DeviceWords>(peers, round, key, to, before);
   return true;
 }
 

@@ -1,5 +1,7 @@
 #include "cuda/peers/steps.h"
 
+#include <cmath>
+
 #include "cuda/device/overlap.cuh"
 #include "cuda/peers/step_kernels.cuh"
 #include "moe/local_experts.h"
@@ -9,22 +11,24 @@ namespace {
 
 using RowTeam = Team<256>;  // which reads a row of 14 KB at once
 
-/// `is_dead`, which may still be on its way when the loads begin: nothing is written.
-template <typename Unit, bool kFar>
+/// By a team. Reads before it asks whether the row is wanted, which may be found out meanwhile, by
+/// whole warps. Else nothing is written.
+template <typename Unit, bool kFar, typename IsWanted>
 __device__ void copy_units(const char* from, char* to, int row_bytes, int thread,
-                           std::uint32_t is_dead) {
+                           const IsWanted& is_wanted) {
   constexpr int kThreads = RowTeam::kThreads, kBatch = 4;  // of a thread, read at the same time
   const auto* source = reinterpret_cast<const Unit*>(from);
   auto* target = reinterpret_cast<Unit*>(to);
   const int units = row_bytes / static_cast<int>(sizeof(Unit));
-  for (int first = thread; first < units; first += kBatch * kThreads) {
+  for (int begin = 0; begin < units; begin += kBatch * kThreads) {
+    const int first = begin + thread;
     Unit values[kBatch] = {};
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const int unit = first + b * kThreads;
       if (unit < units) values[b] = kFar ? load_far(source + unit) : source[unit];
     }
-    if (is_dead != 0) return;
+    if (!is_wanted()) return;
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const int unit = first + b * kThreads;
@@ -39,14 +43,14 @@ struct TravellingRows {
   std::int64_t pitch, arena;
   std::int32_t row_bytes, unit;
 
-  template <bool kFar>
-  __device__ void copy(const char* from, char* to, int thread, std::uint32_t is_dead = 0) const {
+  template <bool kFar, typename IsWanted>
+  __device__ void copy(const char* from, char* to, int thread, const IsWanted& is_wanted) const {
     if (unit == 16) {
-      copy_units<uint4, kFar>(from, to, row_bytes, thread, is_dead);
+      copy_units<uint4, kFar>(from, to, row_bytes, thread, is_wanted);
     } else if (unit == 4) {
-      copy_units<std::uint32_t, kFar>(from, to, row_bytes, thread, is_dead);
+      copy_units<std::uint32_t, kFar>(from, to, row_bytes, thread, is_wanted);
     } else {
-      copy_units<std::uint8_t, kFar>(from, to, row_bytes, thread, is_dead);
+      copy_units<std::uint8_t, kFar>(from, to, row_bytes, thread, is_wanted);
     }
   }
 };
@@ -79,6 +83,7 @@ struct PublishParams {
   const float* weights;
   core::ReplicaTable replicas;
   std::int32_t num_tokens;
+  bool follows_route;  // as in publish_rows()
 };
 
 /// Number i of the ids and weights of a token, in the arena of rank i / topk. Behind the tokens
@@ -87,6 +92,7 @@ struct Choice {
   std::int32_t id = -1;  // of a logical expert
   float weight = 0;
 
+  Choice() = default;
   __device__ Choice(const PublishParams& p, int token, int i) {
     if (token >= p.num_tokens) return;
     const std::int64_t slot = std::int64_t{token} * p.step.topk + i % p.step.topk;
@@ -103,7 +109,8 @@ struct Choice {
   }
 };
 
-/// Copies the rows to this rank's arena, ids and weights to all.
+/// Copies the rows to this rank's arena, ids and weights to all. May begin while the router still
+/// chooses these.
 __global__ void __launch_bounds__(kMostThreads)
     publish_kernel(const __grid_constant__ PublishParams p) {
   const StepParams& s = p.step;
@@ -114,20 +121,27 @@ __global__ void __launch_bounds__(kMostThreads)
   const RowTeam team;
   const int choices = peers.size * s.topk;
   for (int token = team.first; token < s.most_tokens; token += team.step) {
-    const Choice first(p, token, team.thread % choices);  // on its way while the row is copied
+    Choice first;
+    const auto choose = [&] { first = Choice(p, token, team.thread % choices); };
+    if (!p.follows_route) choose();  // on its way while the row is copied
     for (int t = 0; token < p.num_tokens && t < p.rows.count; ++t) {
       const TravellingRows& rows = p.rows.tensors[t];
       rows.copy<false>(
           rows.here + token * rows.pitch,
           in_arena<char>(peers, peers.rank, rows.arena) + std::int64_t{token} * rows.row_bytes,
-          team.thread, is_dead);
+          team.thread, [&] { return is_dead == 0; });
     }
-    if (is_dead != 0) return;
+    if (is_dead != 0) break;
+    if (p.follows_route) {
+      wait_for_previous_launch();
+      choose();
+    }
     if (team.thread < choices) first.publish(p, token, team.thread);
     for (int i = team.thread + RowTeam::kThreads; i < choices; i += RowTeam::kThreads) {
       Choice(p, token, i).publish(p, token, i);
     }
   }
+  wait_for_previous_launch();
   if (is_dead != 0) return;
   signal_when_all_done(s, Round::kDispatch, before);
 }
@@ -139,7 +153,17 @@ struct PullParams {
   std::int32_t* slot_rows;
   float* ones;
   SlotCount count;
+  bool reads_ahead;  // rows, beside the ids that say which are wanted
 };
+
+/// Where few rows are not wanted, so that these cost less than waiting for the ids first.
+bool reads_ahead(const PeerStep& step, int ranks) {
+  constexpr double kMostBytes = 64 << 10;  // NVLink brings them in 0.2 us
+  if (step.topk > 32) return false;        // more than the lanes of a warp
+  const double unwanted = std::pow(1 - 1.0 / ranks, static_cast<double>(step.topk));
+  return unwanted * static_cast<double>((ranks - 1) * step.most_tokens * step.row_bytes) <=
+         kMostBytes;
+}
 
 /// Ahead of the rows, as the host waits for it; the last block tells it.
 __device__ void count_slots(const PullParams& p) {
@@ -165,6 +189,24 @@ __device__ void count_slots(const PullParams& p) {
   DeviceWords::store_release(p.count.word, std::uint64_t{p.count.number} << 32 | all);
 }
 
+/// By each warp of a team: whether a row names an expert of this rank.
+__device__ bool finds_expert(const PullParams& p, const std::int32_t* ids, std::int64_t row,
+                             int thread) {
+  const StepParams& s = p.step;
+  const int lane = thread % 32;
+  bool found = false;
+  for (int first = 0; first < s.topk; first += 32) {
+    const int j = first + lane;
+    const std::int64_t slot = row * s.topk + j;
+    const bool is_here = j < s.topk && p.local_experts(ids[slot]) >= 0;
+    found |= __any_sync(~0U, is_here) != 0;
+    if (thread >= 32 || j >= s.topk) continue;
+    if (p.slot_rows) p.slot_rows[slot] = is_here ? static_cast<std::int32_t>(slot) : -1;
+    if (p.ones) p.ones[slot] = 1;
+  }
+  return found;
+}
+
 /// Neighbouring teams take rows of different ranks, beginning behind this one, so that no rank is
 /// read by all at once.
 __device__ void fetch_rows(const PullParams& p) {
@@ -177,22 +219,20 @@ __device__ void fetch_rows(const PullParams& p) {
   for (int i = team.first; i < all; i += team.step) {
     const int source = (i + 1 + peers.rank) % peers.size, token = i / peers.size;
     const std::int64_t row = std::int64_t{source} * s.most_tokens + token;
-    int found = 0;  // by each warp
-    for (int first = 0; first < s.topk; first += 32) {
-      const int j = first + lane;
-      const std::int64_t slot = row * s.topk + j;
-      const bool is_here = j < s.topk && p.local_experts(ids[slot]) >= 0;
-      found += __popc(__ballot_sync(~0U, is_here));
-      if (team.thread >= 32 || j >= s.topk) continue;
-      if (p.slot_rows) p.slot_rows[slot] = is_here ? static_cast<std::int32_t>(slot) : -1;
-      if (p.ones) p.ones[slot] = 1;
+    std::int32_t id = -1;
+    if (p.reads_ahead) {
+      if (lane < s.topk) id = ids[row * s.topk + lane];
+    } else if (!finds_expert(p, ids, row, team.thread)) {
+      continue;
     }
-    if (found == 0) continue;
+    const auto is_wanted = [&] {
+      return !p.reads_ahead || __any_sync(~0U, p.local_experts(id) >= 0) != 0;
+    };
     for (int t = 0; t < p.rows.count; ++t) {
       const TravellingRows& rows = p.rows.tensors[t];
       rows.copy<true>(
           in_arena<const char>(peers, source, rows.arena) + std::int64_t{token} * rows.row_bytes,
-          rows.here + row * rows.pitch, team.thread);
+          rows.here + row * rows.pitch, team.thread, is_wanted);
     }
   }
 }
@@ -249,7 +289,7 @@ __global__ void read_words_kernel(const std::uint64_t* word, int times, std::uin
 }  // namespace
 
 void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedRows& rows,
-                  Stream stream) {
+                  bool follows_route, Stream stream) {
   PublishParams p{};
   p.step = step_params(place, step);
   p.rows = travelling(step, rows.tensors);
@@ -257,7 +297,8 @@ void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedR
   p.weights = rows.weights.as<const float>();
   p.replicas = rows.replicas;
   p.num_tokens = static_cast<std::int32_t>(rows.ids.size(0));
-  launch_teams<RowTeam>(publish_kernel, step.most_tokens, stream, false, p);
+  p.follows_route = follows_route;
+  launch_teams<RowTeam>(publish_kernel, step.most_tokens, stream, follows_route, p);
 }
 
 void pull_rows(const PeerPlace& place, const PeerStep& step, const PulledRows& rows,
@@ -269,6 +310,7 @@ void pull_rows(const PeerPlace& place, const PeerStep& step, const PulledRows& r
   p.slot_rows = rows.slot_rows.as<std::int32_t>();
   p.ones = rows.ones.as<float>();
   p.count = count;
+  p.reads_ahead = !p.slot_rows && reads_ahead(step, place.peers.size);
   launch_teams<RowTeam>(pull_kernel, place.peers.size * step.most_tokens, stream, overlap_previous,
                         p);
 }

@@ -15,8 +15,9 @@ struct PeerPlace {
   int lanes = 1;  ///< see PeerMemory::share_gpu()
 };
 
+/// `follows_route`: the launch before is one that is_route_kernel(), which writes ids and weights.
 void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedRows& rows,
-                  Stream stream);
+                  bool follows_route, Stream stream);
 /// Where the host reads how many slots name an expert of this rank.
 struct SlotCount {
   std::uint64_t* word =

@@ -43,6 +43,9 @@ struct RouteLaunch {
 RouteLaunch route_launch_of(const RouteParams& params, Device device);
 
 void launch_route(const RouteParams& params, const RouteLaunch& shape, Stream stream);
+/// Whether launch_route() launches this kernel. The launch behind it may begin early and find all
+/// that was there before, but not yet ids and weights.
+bool is_route_kernel(const void* function);
 /// Behind launch_route: the weights of kSparsemixer.
 void launch_near_weights(const RouteParams& params, Stream stream);
 

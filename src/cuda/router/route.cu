@@ -44,6 +44,13 @@ __global__ void __launch_bounds__(1024) route_kernel(const RouteParams p) {
 
 }  // namespace
 
+bool is_route_kernel(const void* function) {
+  const auto is_of = [&](auto logit) {
+    return function == reinterpret_cast<const void*>(route_kernel<decltype(logit)>);
+  };
+  return is_of(float{}) || is_of(__nv_bfloat16{}) || is_of(__half{});
+}
+
 void launch_route(const RouteParams& params, const RouteLaunch& shape, Stream stream) {
   dispatch_storage(params.logits.dtype, [&](auto logit) {
     launch(route_kernel<decltype(logit)>, dim3(static_cast<unsigned>(shape.blocks)),
