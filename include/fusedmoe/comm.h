@@ -135,6 +135,7 @@ struct CommunicatorOptions {
 };
 
 class PeerMemory;  // internal: src/moe/peer_memory.h
+class PeerBlocks;  // internal: src/moe/peer_blocks.h
 
 /// The ranks of a layer, seen from one of them. A failure is final: the rank that notices it posts
 /// the reason, and from then on every call of every rank throws an Error with that reason. Make a
@@ -235,6 +236,11 @@ class FUSEDMOE_API Communicator {
   const std::string& slow_peers() const;
   /// What map_peers() has made; null: nothing.
   const std::shared_ptr<PeerMemory>& peers() const;
+  /// Collective: where map_peers() may map, makes a block of each rank's GPU, of `bytes()` bytes at
+  /// least, that all ranks map as long as they keep `blocks`. Returns why that is not possible, the
+  /// same text on all ranks; empty: it is. For experts that move.
+  std::string map_blocks(const std::function<std::size_t()>& bytes,
+                         std::shared_ptr<PeerBlocks>& blocks);
   /// Number of the next step of any layer, and of the next layer: equal on all ranks as long as
   /// they do the same.
   std::uint64_t next_step();

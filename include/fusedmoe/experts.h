@@ -395,6 +395,9 @@ class FUSEDMOE_API Experts {
   /// The default throws Error: the implementation cannot.
   virtual void repack(const ExpertWeights& weights, std::int64_t expert,
                       PackedWeights& packed) const;
+  /// The parts of PackedWeights::extract_expert(), for who copies them elsewhere. The default
+  /// copies them first; on CUDA arrays are views of the packed ones.
+  virtual PackedParts expert_parts(const PackedWeights& packed, std::int64_t expert) const;
   /// PackedWeights::replace_expert() in the order of a stream: on CUDA it is only enqueued, and
   /// `one` must live until it is done. The default does it at once.
   virtual void replace_expert(PackedWeights& packed, std::int64_t expert, const PackedWeights& one,

@@ -69,9 +69,13 @@ struct Communicator::Impl {
   std::vector<std::string> gather_marked(const std::string& text, std::string_view what);
   void describe_hosts(Communicator& communicator);
   std::string no_peer_memory() const;
+  std::string cannot_map();
   std::variant<std::vector<std::string>, std::string> offer(
       Communicator& communicator, const std::function<std::string()>& part) const;
-  void map_arena(int owner, const std::function<void()>& map) const;
+  void map_block(int owner, const std::function<void()>& map) const;
+  PeerBlocks::Place place() const;
+  std::string map_blocks(Communicator& communicator, const std::function<std::size_t()>& bytes,
+                         std::shared_ptr<PeerBlocks>& made);
   std::string map_arenas(Communicator& communicator, std::size_t bytes,
                          std::shared_ptr<PeerMemory>& made);
   /// The peers of messages as the data plane numbers them.

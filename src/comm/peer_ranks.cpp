@@ -1,10 +1,10 @@
 // How the ranks of a communicator come to map each other's GPU memory: all of them or none. What a
-// rank has told when it joined says whether it may and wants to. Then it tells where its arena is
-// found, and then whether it could map those of the others.
+// rank has told when it joined says whether it may and wants to. Then it tells where its block is
+// found, then whether it could map those of the others, then whether it reads what they hold.
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <map>
+#include <sstream>
 
 #include "comm/communicator_impl.h"
 #include "comm/descriptors.h"
@@ -17,20 +17,19 @@ namespace {
 
 constexpr std::string_view kWhat = "mapping GPU memory";
 
-/// What a rank says of itself.
+/// What a rank says of its block.
 struct Offer {
   std::uint64_t mark = 0;
+  std::size_t bytes = 0;
   std::string address;  // of its socket
 
-  std::string text() const { return core::to_string(mark) + " " + address; }
-  static Offer parse(std::string_view text) {
+  std::string text() const { return core::format("{} {} {}", mark, bytes, address); }
+  static Offer parse(const std::string& text) {
     Offer offer;
-    const char* end = text.data() + text.size();
-    const auto [stop, problem] = std::from_chars(text.data(), end, offer.mark);
-    if (problem != std::errc() || stop == end || *stop != ' ') {
-      throw Error::communication("a rank has told no arena");
+    std::istringstream words(text);
+    if (!(words >> offer.mark >> offer.bytes >> offer.address)) {
+      throw Error::communication("a rank has told no block");
     }
-    offer.address = std::string(stop + 1, end);
     return offer;
   }
 };
@@ -63,6 +62,13 @@ std::string Communicator::Impl::no_peer_memory() const {
   return {};
 }
 
+/// And as far as has been tried.
+std::string Communicator::Impl::cannot_map() {
+  if (peers) return {};
+  if (without_peers.empty()) without_peers = no_peer_memory();
+  return without_peers;
+}
+
 /// Runs a part of the set-up on every rank. Returns what each has told, or the first reason why one
 /// cannot go on.
 std::variant<std::vector<std::string>, std::string> Communicator::Impl::offer(
@@ -85,8 +91,7 @@ std::variant<std::vector<std::string>, std::string> Communicator::Impl::offer(
 
 std::string Communicator::map_peers(std::size_t bytes) {
   Impl& impl = *impl_;
-  if (!impl.peers && impl.without_peers.empty()) impl.without_peers = impl.no_peer_memory();
-  if (!impl.peers && !impl.without_peers.empty()) return impl.without_peers;
+  if (std::string why = impl.cannot_map(); !why.empty()) return why;
   // Before any returns for what it has already: the others would wait for it.
   const std::vector<std::string> asked = gather(core::to_string(bytes), kWhat);
   for (int r = 1; r < impl.size; ++r) {
@@ -122,7 +127,7 @@ std::string Communicator::map_peers(std::size_t bytes) {
 
 /// What goes wrong names whose memory this rank cannot have. Whether its GPU could read the other's
 /// says nothing here: a process may not see that GPU and map its memory all the same.
-void Communicator::Impl::map_arena(int owner, const std::function<void()>& map) const {
+void Communicator::Impl::map_block(int owner, const std::function<void()>& map) const {
   try {
     map();
   } catch (const Error& error) {
@@ -131,50 +136,81 @@ void Communicator::Impl::map_arena(int owner, const std::function<void()>& map) 
   }
 }
 
-std::string Communicator::Impl::map_arenas(Communicator& communicator, std::size_t bytes,
-                                           std::shared_ptr<PeerMemory>& made) {
+PeerBlocks::Place Communicator::Impl::place() const {
+  PeerBlocks::Place place{options.device, rank, size, {}};
+  for (int r = 0; r < size; ++r) place.names.push_back(global(r));
+  return place;
+}
+
+/// Makes a block of each rank, each of its own size, and maps them all.
+std::string Communicator::Impl::map_blocks(Communicator& communicator,
+                                           const std::function<std::size_t()>& bytes,
+                                           std::shared_ptr<PeerBlocks>& made) {
   // Half of the time: a rank that waits for a descriptor in vain must tell the others so while they
   // still listen, and they listen for options.timeout.
   const auto deadline = comm::SocketClock::now() + options.timeout / 2;
   std::unique_ptr<comm::DescriptorSocket> socket;
-  std::vector<int> names;
-  for (int r = 0; r < size; ++r) names.push_back(global(r));
   const auto offered = offer(communicator, [&] {
-    made = PeerMemory::make({options.device, rank, size, names, options.timeout}, bytes);
+    made = PeerBlocks::make(place(), bytes());
     socket = std::make_unique<comm::DescriptorSocket>();
-    return Offer{made->mark(), socket->address()}.text();
+    return Offer{made->mark(), made->bytes(), socket->address()}.text();
   });
   if (const auto* reason = std::get_if<std::string>(&offered)) return *reason;
-  std::vector<std::uint64_t> marks;
   const auto mapped = offer(communicator, [&]() -> std::string {
+    std::map<int, Offer> others;
     std::map<int, std::string> elsewhere;  // ranks of other processes
     for (int r = 0; r < size; ++r) {
-      const Offer theirs = Offer::parse(std::get<std::vector<std::string>>(offered)[r]);
-      marks.push_back(theirs.mark);
-      map_arena(r, [&] {
+      const Offer& theirs = others[r] =
+          Offer::parse(std::get<std::vector<std::string>>(offered)[r]);
+      map_block(r, [&] {
         if (!made->map(r, theirs.mark)) elsewhere.emplace(r, theirs.address);
       });
     }
     const comm::Socket own(made->descriptor());
     for (const auto& [r, theirs] :
          socket->exchange(rank, own.get(), elsewhere, deadline, [&] { communicator.check(); })) {
-      map_arena(r, [&] { made->map_descriptor(r, theirs.get()); });
+      map_block(r, [&] { made->map_descriptor(r, others[r].mark, theirs.get(), others[r].bytes); });
     }
     return {};
   });
   if (const auto* reason = std::get_if<std::string>(&mapped)) return *reason;
   // When all have mapped all: kernels read from here on.
   const auto checked = offer(communicator, [&]() -> std::string {
-    made->check_marks(marks);
-    made->time_links();
-    return comm::slow_link(made->links(), rank, names);
+    made->check_marks();
+    return {};
   });
-  if (const auto* reason = std::get_if<std::string>(&checked)) return *reason;
+  const auto* reason = std::get_if<std::string>(&checked);
+  return reason ? *reason : std::string();
+}
+
+std::string Communicator::Impl::map_arenas(Communicator& communicator, std::size_t bytes,
+                                           std::shared_ptr<PeerMemory>& made) {
+  std::shared_ptr<PeerBlocks> arenas;
+  std::string reason = map_blocks(
+      communicator, [&] { return bytes; }, arenas);
+  if (!reason.empty()) return reason;
+  const auto timed = offer(communicator, [&]() -> std::string {
+    const PeerBlocks::Place here = place();
+    made = PeerMemory::make(here, options.timeout, arenas);
+    made->time_links();
+    return comm::slow_link(made->links(), rank, here.names);
+  });
+  if (const auto* why = std::get_if<std::string>(&timed)) return *why;
   slow_peers.clear();
-  for (const std::string& text : std::get<std::vector<std::string>>(checked)) {
+  for (const std::string& text : std::get<std::vector<std::string>>(timed)) {
     if (slow_peers.empty()) slow_peers = text;
   }
   return {};
+}
+
+std::string Communicator::map_blocks(const std::function<std::size_t()>& bytes,
+                                     std::shared_ptr<PeerBlocks>& blocks) {
+  Impl& impl = *impl_;
+  if (std::string why = impl.cannot_map(); !why.empty()) return why;
+  std::shared_ptr<PeerBlocks> made;
+  std::string reason = impl.map_blocks(*this, bytes, made);
+  if (reason.empty()) blocks = std::move(made);
+  return reason;
 }
 
 const std::string& Communicator::slow_peers() const {

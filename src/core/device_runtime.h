@@ -20,6 +20,11 @@ class DeviceRuntime {
 
   /// Throws an Error of kind out of memory. Not null, also for 0 bytes.
   virtual std::shared_ptr<void> allocate(std::size_t bytes, Device device) const = 0;
+  /// The same for a block that is given back while the device has work: on CUDA neither call waits
+  /// for that, as cudaFree does. Of whole pages.
+  virtual std::shared_ptr<void> allocate_pages(std::size_t bytes, Device device) const {
+    return allocate(bytes, device);
+  }
   /// Host memory that the device reads and writes by itself: copies do not wait.
   virtual std::shared_ptr<void> allocate_pinned(std::size_t bytes, Device device) const = 0;
   virtual void copy(void* destination, const void* source, std::size_t bytes,

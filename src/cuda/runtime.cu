@@ -6,6 +6,7 @@
 
 #include "core/device_runtime.h"
 #include "cuda/device/check.h"
+#include "cuda/device/mapped_memory.h"
 #include "fusedmoe/runtime.h"
 
 namespace fusedmoe::cuda {
@@ -57,6 +58,12 @@ class CudaRuntime final : public core::DeviceRuntime {
     return cuda::allocate(
         bytes, device, [](void** memory, std::size_t size) { return cudaMalloc(memory, size); },
         cudaFree);
+  }
+
+  std::shared_ptr<void> allocate_pages(std::size_t bytes, Device device) const override {
+    check_usable(device);
+    const auto memory = std::make_shared<MappedMemory>(std::max<std::size_t>(bytes, 1), device);
+    return {memory, memory->data()};
   }
 
   std::shared_ptr<void> allocate_pinned(std::size_t bytes, Device device) const override {

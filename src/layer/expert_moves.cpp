@@ -11,6 +11,7 @@
 #include "core/workspace.h"
 #include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
+#include "moe/peer_blocks.h"
 
 namespace fusedmoe::layer {
 
@@ -67,23 +68,52 @@ Json describe(const PackedParts& parts) {
 }
 
 /// Room for such parts in a block. With a cutter that only counts they are undefined.
-PackedParts cut_parts(const Json& description, core::WorkspaceCutter& cutter, const Tensor& block,
-                      Device device) {
+PackedParts cut_parts(const Json& description, core::WorkspaceCutter& cutter,
+                      const std::shared_ptr<const void>& block, Device device) {
   PackedParts parts;
   for (const auto& [name, part] : description.items()) {
     std::vector<std::int64_t> extents;
     for (std::size_t i = 1; i < part.size(); ++i) extents.push_back(part[i].get<std::int64_t>());
     const DType dtype = parse_dtype(part[0].get<std::string>()).value();
-    parts[name] = Tensor(cutter.take(dtype, Shape(extents), device), block.owner());
+    parts[name] = Tensor(cutter.take(dtype, Shape(extents), device), block);
   }
   return parts;
 }
 
-/// An expert of this rank, copied to where the data plane takes it from.
-PackedParts copy_parts(const PackedWeights& packed, std::int64_t place, Device device) {
-  PackedParts parts = packed.extract_expert(place)->parts();
-  for (auto& [name, tensor] : parts) tensor = to_device(tensor, device);
-  return parts;
+/// Experts by their places on a rank, which are texts as JSON has them.
+using Leaving = std::map<std::string, PackedParts>;
+
+/// The experts of a rank that leave it, once for all ranks that get one.
+Leaving leaving_of(std::span<const Transfer> transfers, const Experts& experts,
+                   const PackedWeights& packed, int rank) {
+  Leaving leaving;
+  for (const Transfer& each : transfers) {
+    if (each.from != rank) continue;
+    PackedParts& parts = leaving[core::to_string(each.from_place)];
+    if (parts.empty()) parts = experts.expert_parts(packed, each.from_place);
+  }
+  return leaving;
+}
+
+Json describe(const Leaving& leaving) {
+  Json description = Json::object();
+  for (const auto& [place, parts] : leaving) description[place] = describe(parts);
+  return description;
+}
+
+/// Where they lie in a block, one behind the other.
+Leaving cut_leaving(const Json& description, core::WorkspaceCutter cutter,
+                    const std::shared_ptr<const void>& block, Device device) {
+  cutter.take(PeerBlocks::kHeadBytes);
+  Leaving leaving;
+  for (const auto& [place, parts] : description.items()) {
+    leaving[place] = cut_parts(parts, cutter, block, device);
+  }
+  return leaving;
+}
+
+void copy_parts(const PackedParts& from, const PackedParts& to, Stream stream) {
+  for (const auto& [name, tensor] : to) copy(from.at(name), tensor, stream);
 }
 
 void add_messages(std::vector<Message>& messages, int peer, const PackedParts& parts) {
@@ -92,40 +122,24 @@ void add_messages(std::vector<Message>& messages, int peer, const PackedParts& p
   }
 }
 
-/// What leaves this rank and what arrives, while it travels.
-struct Travelling {
-  std::map<std::int64_t, PackedParts> leaving;  // by their places
-  std::vector<std::pair<Transfer, PackedParts>> arriving;
-  std::vector<Message> sends, receives;
+/// A stream whose copies have ended when it goes: somebody else may get the memory next. Its
+/// priority is the lowest, as CUDA's default is.
+class CopyStream {
+ public:
+  explicit CopyStream(Device device) : stream_(device) {}
+  ~CopyStream() {
+    try {
+      synchronize(stream_);
+    } catch (const Error&) {
+      // A kernel of the program has failed: none runs any more.
+    }
+  }
+  CopyStream(const CopyStream&) = delete;
+  CopyStream& operator=(const CopyStream&) = delete;
+  operator Stream() const { return stream_; }  // NOLINT(google-explicit-*)
 
-  /// Cuts room for what arrives out of one block. `described`: of each rank, what leaves it.
-  void cut_room(const std::vector<Json>& described, std::span<const Transfer> transfers, int rank,
-                Device device, const MakeRoom& make_room) {
-    std::vector<std::pair<Transfer, const Json*>> parts;
-    std::vector<std::size_t> next(described.size());
-    core::WorkspaceCutter counted(nullptr);
-    for (const Transfer& each : transfers) {
-      const Json& its = described[each.from].at(next[each.from]++);
-      if (each.to != rank) continue;
-      parts.emplace_back(each, &its);
-      cut_parts(its, counted, {}, device);
-    }
-    if (parts.empty()) return;
-    const Tensor block = make_room(static_cast<std::int64_t>(counted.used()));
-    core::WorkspaceCutter cutter(block.data());
-    for (const auto& [transfer, its] : parts) {
-      arriving.emplace_back(transfer, cut_parts(*its, cutter, block, device));
-      if (transfer.from != rank) add_messages(receives, transfer.from, arriving.back().second);
-    }
-  }
-  /// What arrives from this rank itself.
-  void copy_own(Stream stream) const {
-    for (const auto& [transfer, parts] : arriving) {
-      if (transfer.from != transfer.to) continue;
-      const PackedParts& own = leaving.at(transfer.from_place);
-      for (const auto& [name, tensor] : parts) copy(own.at(name), tensor, stream);
-    }
-  }
+ private:
+  const OwnedStream stream_;
 };
 
 /// Experts of a rank that leave it at a time: copies of them take memory.
@@ -149,70 +163,154 @@ std::vector<std::vector<Transfer>> rounds_of(std::span<const Transfer> transfers
   return rounds;
 }
 
-/// Until nothing is under way to memory that somebody else may get next.
-void wait_in_any_case(Stream stream) noexcept {
-  try {
-    synchronize(stream);
-  } catch (const Error&) {
-    // A kernel of the program has failed: none runs any more.
-  }
+/// Bytes of a block for what leaves a rank.
+std::size_t bytes_of(const Leaving& leaving) {
+  core::WorkspaceCutter counted(nullptr);
+  counted.take(PeerBlocks::kHeadBytes);
+  for (const auto& [place, parts] : leaving) cut_parts(describe(parts), counted, {}, {});
+  return counted.used();
 }
 
-void bring_round(Communicator& communicator, const Experts& experts, const PackedWeights& packed,
-                 std::span<const Transfer> transfers, const MakeRoom& make_room,
-                 const Receive& receive, std::string_view what) {
-  const int rank = communicator.rank();
-  const Device device = communicator.device();
-  Travelling travelling;
-  Json leaving = Json::array();
-  const auto copy = [&] {
-    for (const Transfer& each : transfers) {
-      if (each.from != rank) continue;
-      PackedParts& parts = travelling.leaving[each.from_place];
-      if (parts.empty()) parts = copy_parts(packed, each.from_place, device);
-      leaving.push_back(describe(parts));
-      if (each.to != rank) add_messages(travelling.sends, each.to, parts);
-    }
-  };
-  communicator.together(copy, what);
-  const std::vector<std::string> texts = communicator.gather(leaving.dump(), what);
-  std::optional<OwnedStream> stream;
-  const auto get_ready = [&] {
-    std::vector<Json> described;
-    described.reserve(texts.size());
-    for (const std::string& text : texts) described.push_back(Json::parse(text));
-    travelling.cut_room(described, transfers, rank, device, make_room);
-    stream.emplace(device);
-    travelling.copy_own(*stream);
-  };
-  try {
-    communicator.together(get_ready, what);
-    if (are_sent(transfers)) {
-      communicator.exchange(travelling.sends, travelling.receives, *stream, what);
-    }
-    synchronize(*stream);
-  } catch (...) {
-    if (stream) wait_in_any_case(*stream);
-    throw;
+/// What the ranks of a move share, and how its experts come to this one.
+class Move {
+ public:
+  Move(Communicator& communicator, const Experts& experts, const PackedWeights& packed,
+       const MakeRoom& make_room, const Receive& receive, std::string_view what)
+      : communicator_(communicator),
+        experts_(experts),
+        packed_(packed),
+        make_room_(make_room),
+        receive_(receive),
+        what_(what) {}
+
+  /// Collective: lets the ranks copy from each other's memory, or else connects them.
+  void prepare(std::span<const std::vector<Transfer>> rounds) {
+    const auto most_bytes = [&] {
+      std::size_t most = 0;
+      for (const std::vector<Transfer>& round : rounds) {
+        most = std::max(most, bytes_of(leaving_of(round, experts_, packed_, rank_)));
+      }
+      return most;
+    };
+    const std::string why = communicator_.map_blocks(most_bytes, blocks_);
+    if (blocks_) return;
+    communicator_.connect(core::format("experts that go to other ranks ({})", why));
   }
-  communicator.check();  // aborted transfers of a GPU end, too
-  const auto assemble = [&] {
-    for (const auto& [transfer, parts] : travelling.arriving) {
-      receive({transfer.place, experts.from_parts(core::info_of_one(packed.info()), parts)});
+
+  /// Collective: experts that travel together.
+  void bring(std::span<const Transfer> transfers) const {
+    Leaving leaving;
+    Arriving arriving;
+    std::vector<Message> sends, receives;
+    std::optional<CopyStream> stream;  // made last, goes first
+    const auto put_out = [&] {
+      stream.emplace(device_);
+      leaving = leaving_of(transfers, experts_, packed_, rank_);
+      if (!device_.is_cpu()) leaving = copied(leaving, *stream);
+      for (const Transfer& each : transfers) {
+        if (each.from != rank_ || each.to == rank_ || blocks_) continue;
+        add_messages(sends, each.to, leaving.at(core::to_string(each.from_place)));
+      }
+    };
+    communicator_.together(put_out, what_);
+    const std::vector<std::string> texts = communicator_.gather(describe(leaving).dump(), what_);
+    const auto get = [&] {
+      std::map<int, Json> described;  // of ranks from which something comes
+      for (const Transfer& each : transfers) {
+        if (each.to != rank_ || described.contains(each.from)) continue;
+        described.emplace(each.from, Json::parse(texts[each.from]));
+      }
+      if (described.empty()) return;
+      arriving = make_arriving(transfers, described);
+      std::map<int, Leaving> readable{{rank_, leaving}};
+      for (const auto& [from, description] : described) {
+        if (blocks_ && from != rank_) readable[from] = lent_by(from, description);
+      }
+      for (const auto& [each, parts] : arriving) {
+        const auto found = readable.find(each.from);
+        if (found == readable.end()) {
+          add_messages(receives, each.from, parts);
+        } else {
+          copy_parts(found->second.at(core::to_string(each.from_place)), parts, *stream);
+        }
+      }
+      if (blocks_) synchronize(*stream);
+    };
+    communicator_.together(get, what_);
+    if (!blocks_) {
+      if (are_sent(transfers)) communicator_.exchange(sends, receives, *stream, what_);
+      synchronize(*stream);
+      communicator_.check();  // aborted transfers of a GPU end, too
     }
-  };
-  communicator.together(assemble, what);
-}
+    const auto assemble = [&] {
+      const PackedWeights::Info info = core::info_of_one(packed_.info());
+      for (const auto& [each, parts] : arriving) {
+        receive_({each.place, experts_.from_parts(info, parts)});
+      }
+    };
+    communicator_.together(assemble, what_);
+  }
+
+ private:
+  using Arriving = std::vector<std::pair<Transfer, PackedParts>>;
+
+  /// The same in the block that this rank lends, or in one of its own.
+  Leaving copied(const Leaving& leaving, Stream stream) const {
+    const Json description = describe(leaving);
+    Leaving copies;
+    if (blocks_) {
+      copies = lent_by(rank_, description);
+    } else if (!leaving.empty()) {
+      const Tensor block = make_room_(static_cast<std::int64_t>(bytes_of(leaving)));
+      copies =
+          cut_leaving(description, core::WorkspaceCutter(block.data()), block.owner(), device_);
+    }
+    for (const auto& [place, parts] : copies) copy_parts(leaving.at(place), parts, stream);
+    synchronize(stream);
+    return copies;
+  }
+  /// What leaves a rank, in its block.
+  Leaving lent_by(int rank, const Json& description) const {
+    return cut_leaving(description, core::WorkspaceCutter(blocks_->begin(rank)), blocks_, device_);
+  }
+  /// Room for what comes to this rank, in one block.
+  Arriving make_arriving(std::span<const Transfer> transfers,
+                         const std::map<int, Json>& described) const {
+    Arriving arriving;
+    const auto cut = [&](core::WorkspaceCutter cutter, const std::shared_ptr<const void>& block) {
+      arriving.clear();
+      for (const Transfer& each : transfers) {
+        if (each.to != rank_) continue;
+        const Json& parts = described.at(each.from).at(core::to_string(each.from_place));
+        arriving.emplace_back(each, cut_parts(parts, cutter, block, device_));
+      }
+      return static_cast<std::int64_t>(cutter.used());
+    };
+    const Tensor block = make_room_(cut(core::WorkspaceCutter(nullptr), {}));
+    cut(core::WorkspaceCutter(block.data()), block.owner());
+    return arriving;
+  }
+
+  Communicator& communicator_;
+  const Experts& experts_;
+  const PackedWeights& packed_;
+  const MakeRoom& make_room_;
+  const Receive& receive_;
+  const std::string_view what_;
+  const int rank_ = communicator_.rank();
+  const Device device_ = communicator_.device();
+  std::shared_ptr<PeerBlocks> blocks_;  // null: what goes to other ranks is sent
+};
 
 }  // namespace
 
 void bring(Communicator& communicator, const Experts& experts, const PackedWeights& packed,
            std::span<const Transfer> transfers, const MakeRoom& make_room, const Receive& receive,
            std::string_view what) {
-  if (are_sent(transfers)) communicator.connect("experts that go to other ranks");
-  for (const std::vector<Transfer>& round : rounds_of(transfers)) {
-    bring_round(communicator, experts, packed, round, make_room, receive, what);
-  }
+  const std::vector<std::vector<Transfer>> rounds = rounds_of(transfers);
+  Move move(communicator, experts, packed, make_room, receive, what);
+  if (are_sent(transfers)) move.prepare(rounds);
+  for (const std::vector<Transfer>& round : rounds) move.bring(round);
 }
 
 }  // namespace fusedmoe::layer

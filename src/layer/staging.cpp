@@ -4,6 +4,8 @@
 #include <map>
 #include <utility>
 
+#include "core/device_runtime.h"
+
 namespace fusedmoe::layer {
 
 std::shared_ptr<Staging> Staging::of(Device device) {
@@ -18,7 +20,11 @@ std::shared_ptr<Staging> Staging::of(Device device) {
 
 Tensor Staging::take(std::int64_t bytes) {
   Tensor block = take_kept(bytes);
-  if (!block) block = Tensor::empty({bytes}, DType::kU8, device_);
+  if (!block) {
+    std::shared_ptr<void> memory =
+        core::runtime_of(device_).allocate_pages(static_cast<std::size_t>(bytes), device_);
+    block = Tensor(TensorView(memory.get(), DType::kU8, {bytes}, device_), memory);
+  }
   void* const data = block.data();
   const auto back = [home = weak_from_this(), block](const void*) {
     if (const std::shared_ptr<Staging> staging = home.lock()) staging->give_back(block);

@@ -10,8 +10,9 @@
 
 namespace fusedmoe::layer {
 
-/// Blocks of one device. Those that nobody uses are kept for the next move, of whichever layer:
-/// cudaFree waits until the device has nothing to do, and so would the forward behind a commit.
+/// Blocks of one device, which are taken and freed without a wait for it. Those that nobody uses
+/// are kept for the next move, of whichever layer: the forward behind a commit waits for what that
+/// does.
 class Staging : public std::enable_shared_from_this<Staging> {
  public:
   /// That of all layers of this process on the device. It goes with the last of them.

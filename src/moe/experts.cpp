@@ -117,6 +117,10 @@ std::shared_ptr<PackedWeights> Experts::make_room(const PackedWeights&) const {
   throw no_moving(descriptor_.name());
 }
 
+PackedParts Experts::expert_parts(const PackedWeights& packed, std::int64_t expert) const {
+  return packed.extract_expert(expert)->parts();
+}
+
 void Experts::replace_expert(PackedWeights& packed, std::int64_t expert, const PackedWeights& one,
                              Stream) const {
   packed.replace_expert(expert, one);

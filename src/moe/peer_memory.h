@@ -1,4 +1,4 @@
-// Memory on the GPUs of one host that the kernels of all ranks map: each rank lends a block, its
+// Memory on the GPUs of one host that the kernels of all ranks map: the block of each rank is its
 // *arena*. Rows travel in four calls for each step of a layer: publish() own rows, pull() those of
 // others, tell_results() when the experts are done, sum() what they left. Where sum() follows the
 // experts at once it also tells the results. Ranks that have the same tokens add their parts of
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "fusedmoe/tensor.h"
+#include "moe/peer_blocks.h"
 #include "moe/replica.h"
 
 namespace fusedmoe {
@@ -87,34 +88,18 @@ struct PeerParts {
 
 class PeerMemory {
  public:
-  /// What all ranks of a communicator are told.
-  struct Place {
-    Device device;  ///< of this rank
-    int rank = 0, size = 1;
-    std::vector<int> names;  ///< of the ranks, in errors
-    std::chrono::milliseconds patience{0};
-  };
-  /// An arena with room for `bytes`. Throws Error where this GPU cannot have one.
-  static std::shared_ptr<PeerMemory> make(const Place& place, std::size_t bytes);
+  /// `arenas`: mapped, of the same bytes on all ranks. `patience`: of each wait.
+  static std::shared_ptr<PeerMemory> make(const PeerBlocks::Place& place,
+                                          std::chrono::milliseconds patience,
+                                          std::shared_ptr<PeerBlocks> arenas);
 
   virtual ~PeerMemory() = default;
 
-  // Set-up, by all ranks at the same time.
   /// Bytes of each arena, its head included.
   virtual std::size_t bytes() const = 0;
-  /// A number that no other arena of the host has.
-  virtual std::uint64_t mark() const = 0;
-  /// Maps the arena with this mark as that of the rank, if it is one of this process; else false.
-  /// No kernel may use that arena meanwhile.
-  virtual bool map(int rank, std::uint64_t mark) = 0;
-  /// A file descriptor of the arena for another process; the caller closes it.
-  virtual int descriptor() const = 0;
-  /// Maps what another process has made a descriptor of.
-  virtual void map_descriptor(int rank, int descriptor) = 0;
-  /// Reads the mark of every arena with a kernel. Throws Error where it finds another one.
-  virtual void check_marks(std::span<const std::uint64_t> marks) = 0;
-  /// Times reads of every arena, its own too: of 64 MiB, which takes 0.2 ms over NVLink, twice, and
-  /// of words one after the other. Nobody may write there meanwhile.
+  /// Set-up, by all ranks at the same time. Times reads of every arena, its own too: of 64 MiB,
+  /// which takes 0.2 ms over NVLink, twice, and of words one after the other. Nobody may write
+  /// there meanwhile.
   virtual void time_links() = 0;
   /// What that has found, for each rank.
   virtual const std::vector<PeerLink>& links() const = 0;

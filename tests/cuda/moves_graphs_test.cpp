@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../unit/error_text.h"
@@ -19,13 +20,14 @@ namespace {
 class CudaMovesGraphsTest : public CudaTest {};
 
 /// FUSEDMOE_TEST_TIMES: prints how much longer 50 replays take with a commit between them, of eight
-/// experts each way as deepseek-v3 has them, through peer memory on two GPUs. Takes 3 GB of memory.
+/// experts each way as deepseek-v3 has them, through peer memory on two GPUs; and how much longer
+/// 500 replays take beside the move. Takes 3 GB of memory.
 TEST_F(CudaMovesGraphsTest, TellsHowLongACommitTakes) {
   if (!std::getenv("FUSEDMOE_TEST_TIMES") || !all_settings().back().peers) {
     GTEST_SKIP() << "times, which FUSEDMOE_TEST_TIMES asks for, of peer memory";
   }
   constexpr std::int64_t kAll = 16, kMost = 8;
-  constexpr int kRuns = 9, kReplays = 50;
+  constexpr int kRuns = 9, kReplays = 50, kBeside = 500;
   Case spec;
   spec.num_experts = kAll;
   spec.topk = 8;
@@ -40,9 +42,9 @@ TEST_F(CudaMovesGraphsTest, TellsHowLongACommitTakes) {
   }
   const ExpertPlacement linear = ExpertPlacement::linear(kAll, 2),
                         swapped(kAll, 2, experts, ranks_of);
-  Ranks ranks({2, true, true});
+  Ranks ranks({2, true, true}), second({2, true, true});
   run_ranks(2, [&](int rank) {
-    const auto communicator = ranks.join(rank);
+    const auto communicator = ranks.join(rank), over = second.join(rank);
     LayerOptions options = options_on(communicator, false);
     options.ranks.max_tokens_per_rank = kMost;
     MoeLayer layer(weights, options);
@@ -61,7 +63,7 @@ TEST_F(CudaMovesGraphsTest, TellsHowLongACommitTakes) {
     const auto ms_since = [](Clock::time_point begin) {
       return std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
     };
-    std::vector<double> without, with, calls, moves;
+    std::vector<double> without, with, calls, moves, alone, beside;
     const auto replay = [&](bool commits) {
       communicator->barrier();
       const Clock::time_point begin = Clock::now();
@@ -83,14 +85,27 @@ TEST_F(CudaMovesGraphsTest, TellsHowLongACommitTakes) {
       moves.push_back(ms_since(begin));
       without.push_back(replay(false));
       with.push_back(replay(true));
+      for (std::vector<double>* times : {&alone, &beside}) {
+        communicator->barrier();
+        std::jthread mover;
+        if (times == &beside) {
+          mover = std::jthread([&] { layer.start_move(i % 2 == 0 ? linear : swapped, *over); });
+        }
+        const Clock::time_point start = Clock::now();
+        for (int replays = 0; replays < kBeside; ++replays) graph.launch(stream);
+        synchronize(stream);
+        times->push_back(ms_since(start));
+      }
     }
-    for (std::vector<double>* all : {&without, &with, &calls, &moves}) std::ranges::sort(*all);
+    for (std::vector<double>* all : {&without, &with, &calls, &moves, &alone, &beside}) {
+      std::ranges::sort(*all);
+    }
     const auto median = [](const std::vector<double>& all) { return all[all.size() / 2]; };
     std::printf(
         "rank %d: %d replays %.2f ms, with a commit %.2f ms (%.2f to %.2f), the call %.2f, the "
-        "move %.1f\n",
+        "move %.1f; %d replays %.2f ms, beside a move %.2f (%.2f to %.2f)\n",
         rank, kReplays, median(without), median(with), with.front(), with.back(), median(calls),
-        median(moves));
+        median(moves), kBeside, median(alone), median(beside), beside.front(), beside.back());
     communicator->check();
     communicator->barrier();
   });

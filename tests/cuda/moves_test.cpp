@@ -125,6 +125,46 @@ TEST_F(CudaMovesTest, AMoveThatBreaksOffLeavesTheOldPlacement) {
   });
 }
 
+/// Of ranks that map each other's memory: rank 1 cannot make a block, cannot fill it, cannot copy
+/// what the other has, or has no room for it.
+TEST_F(CudaMovesTest, CopiesThatFailOnOneRankLeaveTheOldPlacement) {
+  const LayerWeights weights = make_layer_weights({small_case("bf16")});
+  const MoeLayer alone(weights, options_of(kGpu, true));
+  const WatchedRuntime watched(DeviceKind::kCuda);
+  const PeerRanks ranks(2);
+  const auto layers = ranks.make(weights, kTokens, true);
+  std::vector<PeerBuffers> buffers;
+  for (int r = 0; r < 2; ++r) buffers.emplace_back(*layers[r], tokens_of(r), kTokens);
+  const auto expect_bits = [&](int step) {
+    for (int r = 0; r < 2; ++r) buffers[r].fill(input_of(r, step));
+    run_all(layers, buffers, {});
+    synchronize(Stream{kGpu});
+    for (int r = 0; r < 2; ++r) {
+      EXPECT_TRUE(bitwise_equal(to_host(buffers[r].output), forward(alone, input_of(r, step), 0)));
+    }
+  };
+  const ExpertPlacement linear = ExpertPlacement::linear(kExperts, 2);
+  RuntimeCalls full;
+  full.is_full = true;
+  std::vector<RuntimeCalls> faults{full};
+  for (const int copies : {0, 2, 40}) faults.emplace_back().copies_until_error = copies;
+  for (const RuntimeCalls& fault : faults) {
+    SCOPED_TRACE(fault.copies_until_error);
+    run_ranks(2, [&](int rank) {
+      if (rank == 1) WatchedRuntime::calls = fault;
+      const std::string error = error_text([&] { layers[rank]->start_move(other_than_linear()); });
+      WatchedRuntime::calls = {};
+      EXPECT_NE(error.find("rank 1: "), std::string::npos) << error;
+      EXPECT_EQ(layers[rank]->placement(), linear);
+    });
+    expect_bits(1);
+  }
+  run_ranks(2, [&](int rank) { layers[rank]->start_move(other_than_linear()); });
+  expect_bits(2);
+  for (const auto& layer : layers) layer->commit_move();
+  expect_bits(3);
+}
+
 /// The next forward would wait for cudaMalloc and cudaFree.
 TEST_F(CudaMovesTest, ACommitTakesAndFreesNoMemory) {
   const LayerWeights weights = make_layer_weights({small_case("fp8_block")});

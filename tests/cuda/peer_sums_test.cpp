@@ -36,16 +36,17 @@ class SumRanks {
   explicit SumRanks(int size) {
     std::vector<int> names(static_cast<std::size_t>(size));
     std::iota(names.begin(), names.end(), 0);
+    std::vector<std::shared_ptr<PeerBlocks>> arenas;
     for (int r = 0; r < size; ++r) {
-      peers_.push_back(
-          PeerMemory::make({gpu_of(r), r, size, names, kPatient}, PeerMemory::head_bytes()));
+      arenas.push_back(PeerBlocks::make({gpu_of(r), r, size, names}, PeerMemory::head_bytes()));
       streams_.emplace_back(gpu_of(r));
       placements_.push_back(Tensor::zeros({1}, DType::kI32, gpu_of(r)));
     }
     for (int r = 0; r < size; ++r) {
       for (int owner = 0; owner < size; ++owner) {
-        EXPECT_TRUE(peers_[r]->map(owner, peers_[owner]->mark()));
+        EXPECT_TRUE(arenas[r]->map(owner, arenas[owner]->mark()));
       }
+      peers_.push_back(PeerMemory::make({gpu_of(r), r, size, names}, kPatient, arenas[r]));
     }
   }
 

@@ -1,9 +1,12 @@
 // Memory, copies, streams, events and graphs on the GPU.
 #include "fusedmoe/runtime.h"
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 #include <stdexcept>
 
+#include "core/device_runtime.h"
 #include "cuda_test.h"
 #include "fusedmoe/tensor.h"
 #include "testing/cases.h"
@@ -137,6 +140,35 @@ TEST_F(RuntimeTest, WhatDoesNotFitIsAnError) {
   EXPECT_THROW(Graph(Stream{kGpu}, [] {}), Error) << "the default stream";
   EXPECT_THROW(Tensor::empty({8}, DType::kU8, {DeviceKind::kCuda, 999}), Error);
   EXPECT_NE(device_problem({DeviceKind::kCuda, 999}).find("counted from 0"), std::string::npos);
+}
+
+/// So work beside it, which has the same priority or a higher one, goes on.
+TEST_F(RuntimeTest, AStreamHasTheLowestPriority) {
+  const OwnedStream stream(kGpu);
+  int lowest = 0, priority = -1;
+  ASSERT_EQ(cudaDeviceGetStreamPriorityRange(&lowest, nullptr), cudaSuccess);
+  ASSERT_EQ(cudaStreamGetPriority(static_cast<cudaStream_t>(Stream(stream).handle), &priority),
+            cudaSuccess);
+  EXPECT_EQ(priority, lowest);
+}
+
+/// While the device fills 256 GiB, which takes some 60 ms.
+TEST_F(RuntimeTest, PagesAreTakenAndFreedWithoutAWaitForTheDevice) {
+  constexpr int kFills = 4096;
+  const core::DeviceRuntime& runtime = core::runtime_of(kGpu);
+  const Tensor filled = Tensor::empty({kLarge}, DType::kU8, kGpu),
+               copied = Tensor::empty({64}, DType::kU8);
+  const OwnedStream stream(kGpu), beside(kGpu);
+  for (int i = 0; i < kFills; ++i) fill_bytes(filled, 1, stream);
+  {
+    const auto pages = runtime.allocate_pages(kLarge, kGpu);
+    fill_bytes(borrow(pages.get(), DType::kU8, {kLarge}, kGpu), 7, beside);
+    copy(borrow(pages.get(), DType::kU8, {64}, kGpu), copied, beside);
+    synchronize(beside);
+  }
+  EXPECT_EQ(cudaStreamQuery(static_cast<cudaStream_t>(Stream(stream).handle)), cudaErrorNotReady);
+  synchronize(stream);
+  EXPECT_TRUE(bitwise_equal(copied, equal_bytes(64, 7)));
 }
 
 }  // namespace

@@ -287,6 +287,28 @@ TEST(MapPeersTest, RanksThatAskForDifferentBytesAllLearnIt) {
   });
 }
 
+/// There is no GPU that lends so much, here none at all.
+TEST(MapPeersTest, WhereARankCannotMapAllLearnWhy) {
+  const testing::WatchedRuntime gpu(DeviceKind::kCuda, core::cpu_runtime());
+  const auto control = make_thread_control_plane();
+  CommunicatorOptions options{kPatient, {DeviceKind::kCuda, 0}};
+  options.peer_memory = true;
+  std::array<std::string, 2> reasons;
+  run_ranks(2, [&](int rank) {
+    Communicator ranks(rank, 2, control, nullptr, options);
+    std::shared_ptr<PeerBlocks> blocks;
+    const auto refuse = []() -> std::size_t { throw Error::communication("no block"); };
+    EXPECT_EQ(ranks.map_blocks(refuse, blocks), "rank 0: no block");
+    EXPECT_EQ(blocks, nullptr);
+    reasons[rank] = ranks.map_peers(std::size_t{1} << 60);
+    EXPECT_EQ(ranks.map_peers(1), reasons[rank]) << "is not tried again";
+    EXPECT_EQ(ranks.peers(), nullptr);
+    ranks.barrier();
+  });
+  EXPECT_EQ(reasons[0].find("rank 0: "), 0U) << reasons[0];
+  EXPECT_EQ(reasons[0], reasons[1]);
+}
+
 TEST(SlowLinkTest, TheSlowestIsNamedWhereItIsAbsurd) {
   const std::array names{2, 5, 7};
   EXPECT_EQ(comm::slow_link(std::vector<PeerLink>{{300e9, 1}, {2e9, 1}, {25e9, 2}}, 0, names), "");

@@ -40,6 +40,10 @@ class WatchedRuntime final : public core::DeviceRuntime {
     if (calls.is_full) throw Error::out_of_memory(bytes, to_string(device));
     return counted(real_.allocate(bytes, device), bytes);
   }
+  std::shared_ptr<void> allocate_pages(std::size_t bytes, Device device) const override {
+    if (calls.is_full) throw Error::out_of_memory(bytes, to_string(device));
+    return counted(real_.allocate_pages(bytes, device), bytes);
+  }
   std::shared_ptr<void> allocate_pinned(std::size_t bytes, Device device) const override {
     return counted(real_.allocate_pinned(bytes, device), bytes);
   }

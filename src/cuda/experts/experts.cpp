@@ -68,6 +68,11 @@ class CudaExperts final : public core::RoutedExperts {
     static_cast<CudaPackedWeights&>(packed).replace(expert, weights.experts.front(),
                                                     Stream{config().device});
   }
+  PackedParts expert_parts(const PackedWeights& packed, std::int64_t expert) const override {
+    const auto* of_cuda = dynamic_cast<const CudaPackedWeights*>(&packed);
+    FUSEDMOE_CHECK(of_cuda, "packed", packed.info().implementation, "packed on cuda");
+    return of_cuda->expert_parts(expert);
+  }
   void replace_expert(PackedWeights& packed, std::int64_t expert, const PackedWeights& one,
                       Stream stream) const override {
     core::check_expert(*this, packed, expert);

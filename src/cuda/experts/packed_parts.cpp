@@ -119,11 +119,18 @@ std::string CudaPackedWeights::expert_layout() const {
 std::shared_ptr<PackedWeights> CudaPackedWeights::extract_expert(std::int64_t expert) const {
   core::check_expert_index(info(), expert);
   const auto one = std::make_shared<CudaPackedWeights>(core::info_of_one(info()), *this);
-  // Beside forwards that run: the priority of such a stream is the lowest, as CUDA's default is.
   const OwnedStream stream(info().device);
   one->put(0, *this, expert, stream);
   synchronize(stream);
   return one;
+}
+
+PackedParts CudaPackedWeights::expert_parts(std::int64_t expert) const {
+  core::check_expert_index(info(), expert);
+  CudaPackedWeights one(core::info_of_one(info()), *kernels_);
+  one.w13_.show(w13_, expert);
+  one.w2_.show(w2_, expert);
+  return one.parts();
 }
 
 void CudaPackedWeights::replace_expert(std::int64_t expert, const PackedWeights& one) {
@@ -157,6 +164,20 @@ void PackedMatrices::put(std::int64_t expert, const PackedMatrices& from, std::i
       copy(source.slice(0, from_expert, from_expert + 1), to.slice(0, expert, expert + 1), stream);
     }
   }
+  put_host_values(expert, from, from_expert);
+}
+
+void PackedMatrices::show(const PackedMatrices& from, std::int64_t expert) {
+  lay_out_as(from);
+  for (const Array& each : kArrays) {
+    const Tensor& all = from.*each.tensor;
+    if (all) this->*each.tensor = Tensor(all.slice(0, expert, expert + 1), all.owner());
+  }
+  put_host_values(0, from, expert);
+}
+
+void PackedMatrices::put_host_values(std::int64_t expert, const PackedMatrices& from,
+                                     std::int64_t from_expert) {
   const auto to = static_cast<std::size_t>(expert), source = static_cast<std::size_t>(from_expert);
   exponent_shifts_[to] = from.exponent_shifts_[source];
   origins_[to] = from.origins_[source];

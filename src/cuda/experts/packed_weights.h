@@ -36,6 +36,8 @@ class PackedMatrices {
   /// Everything of an expert, from matrices that have the same arrays. Only enqueued.
   void put(std::int64_t expert, const PackedMatrices& from, std::int64_t from_expert,
            Stream stream);
+  /// Becomes that expert alone, whose arrays are parts of those of `from`.
+  void show(const PackedMatrices& from, std::int64_t expert);
   /// How many scales multiply the results of a tile and a K block. Kernels take that of all experts
   /// as an argument, so a graph holds it; 0: none.
   int scales_a_tile() const { return !block_scales_ ? 0 : two_scales_a_tile_ ? 2 : 16; }
@@ -76,6 +78,7 @@ class PackedMatrices {
          {"input_scale", &Origin::input_scale},
          {"largest_scales", &Origin::largest_scales}}};
   };
+  void put_host_values(std::int64_t expert, const PackedMatrices& from, std::int64_t from_expert);
   Origin origin_of(const WeightMatrix& matrix) const;
   bool has_two_scales_a_tile(const WeightMatrix& gate, const WeightMatrix* up) const;
   float row_scale(const WeightMatrix& matrix, const Origin& origin, std::int64_t row,
@@ -133,6 +136,8 @@ class CudaPackedWeights final : public PackedWeights {
   PackedParts parts() const override;
   std::string expert_layout() const override;
   std::shared_ptr<PackedWeights> extract_expert(std::int64_t expert) const override;
+  /// The same with parts of these arrays.
+  PackedParts expert_parts(std::int64_t expert) const;
   void replace_expert(std::int64_t expert, const PackedWeights& one) override;
   /// Only enqueued.
   void replace_expert(std::int64_t expert, const PackedWeights& one, Stream stream);

@@ -2,18 +2,15 @@
 #include "moe/peer_memory.h"
 
 #include <cuda_runtime.h>
-#include <sys/random.h>
 
 #include <algorithm>
 #include <atomic>
-#include <map>
-#include <mutex>
 #include <optional>
+#include <utility>
 
 #include "core/device_runtime.h"
 #include "core/format.h"
 #include "cuda/device/check.h"
-#include "cuda/peers/allocation.h"
 #include "cuda/peers/host_words.h"
 #include "cuda/peers/steps.h"
 #include "cuda/peers/sum_layout.h"
@@ -24,38 +21,6 @@
 namespace fusedmoe {
 namespace cuda {
 namespace {
-
-/// The arenas of this process, which its threads find by their marks.
-class Arenas {
- public:
-  void add(std::uint64_t mark, const std::shared_ptr<PeerAllocation>& arena) {
-    const std::lock_guard lock(mutex_);
-    std::erase_if(arenas_, [](const auto& each) { return each.second.expired(); });
-    arenas_[mark] = arena;
-  }
-  std::shared_ptr<PeerAllocation> find(std::uint64_t mark) const {
-    const std::lock_guard lock(mutex_);
-    const auto found = arenas_.find(mark);
-    return found == arenas_.end() ? nullptr : found->second.lock();
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::map<std::uint64_t, std::weak_ptr<PeerAllocation>> arenas_;
-};
-
-Arenas& arenas() {
-  static Arenas all;
-  return all;
-}
-
-std::uint64_t draw_mark() {
-  std::uint64_t mark = 0;
-  if (getrandom(&mark, sizeof mark, 0) != sizeof mark) {
-    throw Error::communication("the system has no random numbers for a mark");
-  }
-  return mark;
-}
 
 /// What a stream that records a graph has recorded last; null: it records none, or what comes next
 /// follows several things.
@@ -103,25 +68,21 @@ bool is_at_work(Stream stream) {
 
 class CudaPeerMemory final : public PeerMemory {
  public:
-  CudaPeerMemory(const Place& of, std::size_t bytes)
+  CudaPeerMemory(const PeerBlocks::Place& of, std::chrono::nanoseconds patience,
+                 std::shared_ptr<PeerBlocks> arenas)
       : place_(of),
-        mark_(draw_mark()),
         pinned_(core::runtime_of(of.device).allocate_pinned(sizeof(Pinned), of.device)),
         shared_(new (pinned_.get()) Pinned),
-        arenas_(static_cast<std::size_t>(of.size)) {
+        arenas_(std::move(arenas)) {
     const core::CurrentDevice current(of.device);
     load_step_kernels();
-    const auto arena = std::make_shared<PeerAllocation>(bytes, of.device);
-    core::runtime_of(of.device).copy(&head_of(*arena)->mark, &mark_, sizeof mark_,
-                                     Stream{of.device});
-    synchronize(Stream{of.device});
     step_.peers.rank = of.rank;
     step_.peers.size = of.size;
-    const std::chrono::nanoseconds patience = of.patience;
+    for (int r = 0; r < of.size; ++r) {
+      step_.peers.arenas[r] = reinterpret_cast<ArenaHead*>(arenas_->begin(r));
+    }
     step_.patience = {static_cast<std::uint64_t>(patience.count()), &shared_->abort};
     step_.record = &shared_->record;
-    arenas().add(mark_, arena);
-    set(of.rank, arena);
   }
   /// Its kernels, which end at their deadline at the latest, use what it holds.
   ~CudaPeerMemory() override {
@@ -133,42 +94,14 @@ class CudaPeerMemory final : public PeerMemory {
     }
   }
 
-  std::size_t bytes() const override { return own_arena().bytes(); }
-  std::uint64_t mark() const override { return mark_; }
-
-  bool map(int rank, std::uint64_t mark) override {
-    const std::shared_ptr<PeerAllocation> arena = arenas().find(mark);
-    if (!arena) return false;
-    if (rank != place_.rank) {
-      const core::CurrentDevice current(place_.device);
-      arena->allow(place_.device);
-      set(rank, arena);
-    }
-    return true;
-  }
-  int descriptor() const override { return own_arena().descriptor(); }
-  void map_descriptor(int rank, int descriptor) override {
-    set(rank, std::make_shared<PeerAllocation>(descriptor, bytes(), place_.device));
-  }
-
-  void check_marks(std::span<const std::uint64_t> marks) override {
-    const core::CurrentDevice current(place_.device);
-    const OwnedStream stream(place_.device);
-    read_marks(step_.peers, shared_->marks, stream);
-    synchronize(stream);
-    for (std::size_t r = 0; r < marks.size(); ++r) {
-      if (shared_->marks[r] == marks[r]) continue;
-      throw Error::communication(core::format(
-          "its GPU does not read what the GPU of rank {} has written", place_.names[r]));
-    }
-  }
+  std::size_t bytes() const override { return arenas_->bytes(); }
 
   void time_links() override {
     constexpr std::size_t kBytes = std::size_t{64} << 20;
     constexpr int kWords = 64;
     const core::CurrentDevice current(place_.device);
     const OwnedStream stream(place_.device);
-    links_.assign(arenas_.size(), {});
+    links_.assign(static_cast<std::size_t>(place_.size), {});
     for (std::size_t i = 0; i < links_.size(); ++i) {
       // Each rank begins with another one, so that the arenas are read at the same time.
       const std::size_t rank = (static_cast<std::size_t>(place_.rank) + i) % links_.size();
@@ -189,7 +122,7 @@ class CudaPeerMemory final : public PeerMemory {
   }
   const std::vector<PeerLink>& links() const override { return links_; }
 
-  std::byte* own() const override { return own_arena().data(); }
+  std::byte* own() const override { return arenas_->begin(place_.rank); }
   bool is_used() const override { return is_used_; }
 
   void share_gpu(int lanes) override {
@@ -278,14 +211,10 @@ class CudaPeerMemory final : public PeerMemory {
   struct Pinned {
     FailureRecord record;
     std::uint32_t abort = 0;
-    std::uint64_t slots = 0;  // as in SlotCount
-    std::uint64_t marks[kMostPeers] = {};
+    std::uint64_t slots = 0;   // as in SlotCount
     std::uint32_t seldom = 0;  // what nobody reads
   };
 
-  static ArenaHead* head_of(const PeerAllocation& arena) {
-    return reinterpret_cast<ArenaHead*>(arena.data());
-  }
   static Error overlapping() {
     return Error::communication(
         "a step begins before the one before it has finished: with rows in peer memory, steps of a "
@@ -306,20 +235,12 @@ class CudaPeerMemory final : public PeerMemory {
   /// only then may it begin early, and a caller may put work of its own between the parts of a
   /// step. False without a graph, where a step waits for the host anyway.
   bool follows_own(Stream stream) const { return recorded_ && recorded_ == last_recorded(stream); }
-  const PeerAllocation& own_arena() const {
-    return *arenas_[static_cast<std::size_t>(place_.rank)];
-  }
-  void set(int rank, const std::shared_ptr<PeerAllocation>& arena) {
-    arenas_[static_cast<std::size_t>(rank)] = arena;
-    step_.peers.arenas[rank] = head_of(*arena);
-  }
 
-  const Place place_;
-  const std::uint64_t mark_;
+  const PeerBlocks::Place place_;
   const std::shared_ptr<void> pinned_;
   Pinned* const shared_;
-  std::vector<std::shared_ptr<PeerAllocation>> arenas_;  // of each rank
-  std::vector<PeerLink> links_;                          // to each rank
+  const std::shared_ptr<PeerBlocks> arenas_;
+  std::vector<PeerLink> links_;  // to each rank
   PeerPlace step_;
   cudaGraphNode_t recorded_ = nullptr;  // of publish() or tell_results(), whichever came last
   std::uint32_t counts_ = 0;            // of slots, by pull()
@@ -330,12 +251,10 @@ class CudaPeerMemory final : public PeerMemory {
 }  // namespace
 }  // namespace cuda
 
-std::shared_ptr<PeerMemory> PeerMemory::make(const Place& place, std::size_t bytes) {
-  if (place.size > cuda::kMostPeers) {
-    throw Error::communication(core::format("{} ranks: at most {} can map each other's memory",
-                                            place.size, cuda::kMostPeers));
-  }
-  return std::make_shared<cuda::CudaPeerMemory>(place, bytes);
+std::shared_ptr<PeerMemory> PeerMemory::make(const PeerBlocks::Place& place,
+                                             std::chrono::milliseconds patience,
+                                             std::shared_ptr<PeerBlocks> arenas) {
+  return std::make_shared<cuda::CudaPeerMemory>(place, patience, std::move(arenas));
 }
 
 }  // namespace fusedmoe

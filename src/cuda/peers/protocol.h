@@ -64,8 +64,14 @@ struct alignas(64) SignalLine {
   StepKey key;             ///< for the text of an error
 };
 
+/// The beginning of a block of memory that all ranks map.
+struct BlockHead {
+  std::uint64_t mark = 0;                ///< tells, when blocks are mapped, whose this is
+  std::uint64_t found[kMostPeers] = {};  ///< by its rank alone: the marks of all
+};
+
 /// The beginning of a rank's arena.
-struct ArenaHead {
+struct ArenaHead : BlockHead {
   SignalLine lines[kRounds][kMostPeers];  ///< written by the ranks, each its own
   /// Of this rank alone:
   /// The step that is in round r, or comes to it next, has the number before[r] + 1; behind
@@ -79,7 +85,6 @@ struct ArenaHead {
   std::uint32_t ticket = 0;               ///< blocks of the kernel that runs that are done
   std::uint32_t counted = 0;              ///< the same of pull, which publish may overlap
   std::uint32_t slots = 0;                ///< of all ranks' tokens that these have counted
-  std::uint64_t mark = 0;                 ///< tells, when arenas are mapped, whose this is
 };
 
 /// Why a rank gave up, for the host to read: pinned memory.

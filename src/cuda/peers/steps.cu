@@ -254,9 +254,10 @@ __global__ void tell_results_kernel(const __grid_constant__ StepParams p) {
   tell_return<DeviceWords>(p.place.peers, p.key(), static_cast<int>(threadIdx.x));
 }
 
-__global__ void read_marks_kernel(const Peers peers, std::uint64_t* marks) {
+__global__ void read_marks_kernel(const MappedBlocks blocks) {
   const int rank = static_cast<int>(threadIdx.x);
-  if (rank < peers.size) marks[rank] = DeviceWords::load_acquire(&peers.arenas[rank]->mark);
+  if (rank >= blocks.size) return;
+  blocks.heads[blocks.rank]->found[rank] = DeviceWords::load_acquire(&blocks.heads[rank]->mark);
 }
 
 /// What nobody wants is not read. So it is written where it is a number that is not there.
@@ -319,8 +320,8 @@ void tell_results(const PeerPlace& place, const PeerStep& step, Stream stream) {
   launch(tell_results_kernel, dim3(1), dim3(32), 0, stream, true, step_params(place, step));
 }
 
-void read_marks(const Peers& peers, std::uint64_t* marks, Stream stream) {
-  launch(read_marks_kernel, dim3(1), dim3(32), 0, stream, false, peers, marks);
+void read_marks(const MappedBlocks& blocks, Stream stream) {
+  launch(read_marks_kernel, dim3(1), dim3(32), 0, stream, false, blocks);
 }
 
 void read_arena(const ArenaHead& arena, std::size_t arena_bytes, std::size_t bytes,

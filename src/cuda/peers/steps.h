@@ -39,8 +39,13 @@ enum class SumPhases { kTell, kAdd, kAll };
 /// Behind a kernel of ours. Of kMostSumBytes at most.
 void sum_parts(const PeerPlace& place, const PeerParts& parts, SumPhases phases, Stream stream);
 
-/// marks[r] = the mark in the arena of rank r.
-void read_marks(const Peers& peers, std::uint64_t* marks, Stream stream);
+/// The blocks as a rank maps them.
+struct MappedBlocks {
+  BlockHead* heads[kMostPeers] = {};
+  int rank = 0, size = 1;
+};
+/// Writes down in the own block which mark each block has.
+void read_marks(const MappedBlocks& blocks, Stream stream);
 /// For timing: reads so many bytes of an arena, from its beginning again where it is shorter; both
 /// are multiples of kReadBytes. `seldom` may be written.
 inline constexpr std::size_t kReadBytes = std::size_t{128} << 10;  // of a block at a time

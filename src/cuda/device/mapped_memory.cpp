@@ -1,7 +1,6 @@
-#include "cuda/peers/allocation.h"
+#include "cuda/device/mapped_memory.h"
 
 #include <cuda.h>
-#include <cuda_runtime.h>
 
 #include <cstdint>
 #include <string>
@@ -52,25 +51,21 @@ CUmemAllocationProp properties(Device device) {
 
 }  // namespace
 
-PeerAllocation::PeerAllocation(std::size_t bytes, Device device) {
+MappedMemory::MappedMemory(std::size_t bytes, Device device) {
   const core::CurrentDevice current(device);
   const CUmemAllocationProp wanted = properties(device);
   std::size_t unit = 0;
   FUSEDMOE_DRIVER(cuMemGetAllocationGranularity, &unit, &wanted,
                   CU_MEM_ALLOC_GRANULARITY_RECOMMENDED);
   bytes_ = core::ceil_div(bytes, unit) * unit;
-  FUSEDMOE_DRIVER(cuMemCreate, &handle_, bytes_, &wanted, 0);
+  static const auto create = driver_function<decltype(&cuMemCreate)>("cuMemCreate");
+  const CUresult result = create(&handle_, bytes_, &wanted, 0);
+  if (result == CUDA_ERROR_OUT_OF_MEMORY) throw Error::out_of_memory(bytes, to_string(device));
+  check(result, "cuMemCreate");
   map(device);
-  try {
-    FUSEDMOE_CUDA_CHECK(cudaMemset(data(), 0, bytes_));
-    FUSEDMOE_CUDA_CHECK(cudaStreamSynchronize(nullptr));
-  } catch (...) {
-    release();
-    throw;
-  }
 }
 
-PeerAllocation::PeerAllocation(int descriptor, std::size_t bytes, Device device) : bytes_(bytes) {
+MappedMemory::MappedMemory(int descriptor, std::size_t bytes, Device device) : bytes_(bytes) {
   const core::CurrentDevice current(device);
   FUSEDMOE_DRIVER(cuMemImportFromShareableHandle, &handle_,
                   reinterpret_cast<void*>(static_cast<std::intptr_t>(descriptor)),
@@ -79,7 +74,7 @@ PeerAllocation::PeerAllocation(int descriptor, std::size_t bytes, Device device)
 }
 
 /// With the handle made: what is thrown from here on gives it back.
-void PeerAllocation::map(Device device) {
+void MappedMemory::map(Device device) {
   try {
     FUSEDMOE_DRIVER(cuMemAddressReserve, &address_, bytes_, 0, 0, 0);
     FUSEDMOE_DRIVER(cuMemMap, address_, bytes_, 0, handle_, 0);
@@ -91,12 +86,12 @@ void PeerAllocation::map(Device device) {
   }
 }
 
-PeerAllocation::~PeerAllocation() {
+MappedMemory::~MappedMemory() {
   release();
 }
 
 /// At the end of the process the driver may be gone already: what it returns does not matter.
-void PeerAllocation::release() noexcept {
+void MappedMemory::release() noexcept {
   try {
     if (is_mapped_) FUSEDMOE_DRIVER(cuMemUnmap, address_, bytes_);
   } catch (...) {
@@ -111,7 +106,7 @@ void PeerAllocation::release() noexcept {
   }
 }
 
-int PeerAllocation::descriptor() const {
+int MappedMemory::descriptor() const {
   int result = -1;
   FUSEDMOE_DRIVER(cuMemExportToShareableHandle, &result, handle_,
                   CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
@@ -120,7 +115,7 @@ int PeerAllocation::descriptor() const {
 
 /// Once for each GPU, and one thread at a time: where ranks that share a GPU did it side by side,
 /// the driver said that the block is mapped already, and their kernels found nothing there.
-void PeerAllocation::allow(Device device) {
+void MappedMemory::allow(Device device) {
   const std::lock_guard lock(mutex_);
   if (allowed_.contains(device.index)) return;
   CUmemAccessDesc access{};
