@@ -35,13 +35,15 @@ inline GatherCallback gather_by_files(const std::filesystem::path& folder, int r
   };
 }
 
-/// Starts both, which meet in the folder. Returns how they have ended.
-inline std::vector<int> run_two_processes(const std::filesystem::path& folder) {
+/// Starts both, which meet in the folder. Returns how they have ended. `as_rank`: a variable that
+/// is the rank, too.
+inline std::vector<int> run_two_processes(const std::filesystem::path& folder,
+                                          const char* as_rank = kRank) {
   for (const char* round : {"0", "1"}) std::filesystem::create_directory(folder / round);
   setenv(kFolder, folder.c_str(), 1);
   std::vector<pid_t> processes(2);
   for (int rank = 0; rank < 2; ++rank) {
-    setenv(kRank, std::to_string(rank).c_str(), 1);
+    for (const char* name : {kRank, as_rank}) setenv(name, std::to_string(rank).c_str(), 1);
     const char* arguments[] = {"rank", "--gtest_filter=*DISABLED_OneProcess",
                                "--gtest_also_run_disabled_tests", nullptr};
     EXPECT_EQ(posix_spawn(&processes[rank], "/proc/self/exe", nullptr, nullptr,
@@ -49,14 +51,15 @@ inline std::vector<int> run_two_processes(const std::filesystem::path& folder) {
               0);
   }
   std::vector<int> statuses(2, -1);
+  unsetenv(as_rank);
   for (int rank = 0; rank < 2; ++rank) waitpid(processes[rank], &statuses[rank], 0);
   return statuses;
 }
 
 /// Rank 1 must kill itself; rank 0 must end well and have written why to a file.
-inline void expect_that_a_killed_rank_is_told() {
+inline void expect_that_a_killed_rank_is_told(const char* as_rank = kRank) {
   const TemporaryDirectory folder;
-  const std::vector<int> statuses = run_two_processes(folder.path());
+  const std::vector<int> statuses = run_two_processes(folder.path(), as_rank);
   EXPECT_TRUE(WIFEXITED(statuses[0]) && WEXITSTATUS(statuses[0]) == 0);
   EXPECT_TRUE(WIFSIGNALED(statuses[1]) && WTERMSIG(statuses[1]) == SIGKILL);
   std::ifstream file(folder / "error");
