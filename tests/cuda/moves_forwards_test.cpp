@@ -60,7 +60,8 @@ class Outputs {
   }
   const Tensor& input(int step) const { return inputs_[static_cast<std::size_t>(step % kInputs)]; }
   void keep(const Tensor& output, Stream stream) {
-    if (free_.empty()) free_.push_back(Tensor::empty(output.shape(), output.dtype(), output.device()));
+    if (free_.empty())
+      free_.push_back(Tensor::empty(output.shape(), output.dtype(), output.device()));
     kept_.push_back(free_.back());
     free_.pop_back();
     copy(output, kept_.back(), stream);
@@ -68,7 +69,8 @@ class Outputs {
   /// All that came since the last time. The stream has done them.
   void compare() {
     for (const Tensor& each : kept_) {
-      EXPECT_TRUE(bitwise_equal(to_host(each), expected_[static_cast<std::size_t>(step_ % kInputs)]))
+      EXPECT_TRUE(
+          bitwise_equal(to_host(each), expected_[static_cast<std::size_t>(step_ % kInputs)]))
           << "step " << step_;
       ++step_;
     }
@@ -89,10 +91,9 @@ TEST_F(CudaMovesForwardsTest, OfRanksThatShareAGpuAndHaveNoDataPlane) {
   for (const bool replays : {false, true}) {
     SCOPED_TRACE(replays ? "replays" : "forwards");
     const PeerRanks ranks(2);
-    const auto layers =
-        ranks.make(weights, kTokens, true, [](int, LayerOptions& options) {
-          options.ranks.placement = random_placement(2, 0);
-        });
+    const auto layers = ranks.make(weights, kTokens, true, [](int, LayerOptions& options) {
+      options.ranks.placement = random_placement(2, 0);
+    });
     std::vector<std::shared_ptr<Communicator>> lanes(2);
     run_ranks(2, [&](int rank) { lanes[rank] = ranks.communicators[rank]->lane(1); });
     EXPECT_EQ(lanes[0]->backend(), "none");
@@ -166,9 +167,8 @@ TEST_F(CudaMovesForwardsTest, OfRanksWithAStreamEach) {
         synchronize(stream);
         std::optional<Graph> graph;
         if (replays) graph.emplace(stream, run);
-        Movers mover(1, [&](int, const ExpertPlacement& placement) {
-          layer.start_move(placement, *over);
-        });
+        Movers mover(
+            1, [&](int, const ExpertPlacement& placement) { layer.start_move(placement, *over); });
         communicator->barrier();
         mover.start();
         int moves = 0;
