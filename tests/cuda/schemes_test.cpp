@@ -241,12 +241,12 @@ TEST_F(CudaQuantizers, DecodedRowsAreThoseOfTheCpu) {
 }
 
 /// Where a column is in a row of FP8 as f16, see e4m3_f16.cuh.
-std::int64_t place_as_f16(std::int64_t column) {
+std::int64_t place_of_fp8_as_f16(std::int64_t column) {
   return column / 16 * 16 + (column % 2 == 0 ? 8 : 0) + column % 16 / 2;
 }
 
-/// `as_f16`: the numbers that E4M3 codes are.
-void expect_codes_of_the_cpu(DType dtype, const RowsShape& shape, bool as_f16 = false) {
+/// `fp8_as_f16`: the numbers that E4M3 codes are.
+void expect_codes_of_the_cpu(DType dtype, const RowsShape& shape, bool fp8_as_f16 = false) {
   using Kind = cuda::RowTransform::Kind;
   SCOPED_TRACE(std::to_string(shape.rows) + " x " + std::to_string(shape.columns));
   const QuantKey full = *parse_scheme("int8_w8a8:full").activations;
@@ -254,17 +254,17 @@ void expect_codes_of_the_cpu(DType dtype, const RowsShape& shape, bool as_f16 = 
        {keys::e4m3_tensor(), keys::e4m3_tensor(true), keys::e4m3_row(true), keys::e4m3_group(),
         keys::e4m3_group(true), keys::int8_row(true), full}) {
     const bool int8 = key.value == DType::kI8;
-    if (int8 && as_f16) continue;
+    if (int8 && fp8_as_f16) continue;
     SCOPED_TRACE(fusedmoe::name(QuantScheme{int8 ? keys::int8_row() : keys::e4m3_tensor(), key}));
     const OneExpert one(dtype, shape);
     const std::int64_t pitch = shape.columns + 8;
     const std::int64_t groups = key.group.cols > 0 ? (shape.columns + 127) / 128 : 1;
-    const DType stored = as_f16 ? DType::kF16 : key.value;
+    const DType stored = fp8_as_f16 ? DType::kF16 : key.value;
     const Tensor codes = Tensor::empty({shape.rows, pitch}, stored, kGpu);
     const Tensor scales = Tensor::zeros({groups, shape.rows}, DType::kF32, kGpu);
     const Tensor amax = Tensor::zeros({1}, DType::kI32, kGpu);
     cuda::TransformRows args = one.args();
-    args.rows.kind = int8 ? Kind::kInt8 : as_f16 ? Kind::kFp8AsF16 : Kind::kFp8;
+    args.rows.kind = int8 ? Kind::kInt8 : fp8_as_f16 ? Kind::kFp8AsF16 : Kind::kFp8;
     args.rows.full_range = key.full_range;
     args.rows.from_f16 = dtype == DType::kF16;
     args.rows.to = codes.data();
@@ -279,7 +279,7 @@ void expect_codes_of_the_cpu(DType dtype, const RowsShape& shape, bool as_f16 = 
     const Quantized expected = quantized_on_cpu(key, static_scale, shape, dtype);
     for (std::int64_t i = 0; i < shape.rows * shape.columns; ++i) {
       const std::int64_t row = i / shape.columns, column = i % shape.columns;
-      const std::int64_t at = row * pitch + (as_f16 ? place_as_f16(column) : column);
+      const std::int64_t at = row * pitch + (fp8_as_f16 ? place_of_fp8_as_f16(column) : column);
       const float code = load_f32(expected.values.data(), key.value, i);
       const float value = load_f32(actual.data(), stored, at);
       ASSERT_TRUE(std::isnan(code) ? std::isnan(value)

@@ -114,9 +114,9 @@ Support FamilyDescriptor::supports(const MoeConfig& config) const {
     return no(Reason::kShape,
               core::format("{} experts; takes up to {}", config.num_local_experts, kMaxExperts));
   }
-  const bool decodes_rows = format->fp8_rows && family_.decodes_fp8_rows();
+  const bool fp8_as_f16 = format->fp8_rows && family_.fp8_as_f16();
   return {Reason::kSupported,
-          core::format("{} by {}, {}", decodes_rows ? "FP8 as f16" : format->multiplied_as(),
+          core::format("{} by {}, {}", fp8_as_f16 ? "FP8 as f16" : format->multiplied_as(),
                        family_.instruction(), device.text)};
 }
 

@@ -22,7 +22,7 @@ void fused_mlp(const FusedMlpParams& params, const KernelFamily& family, const W
   const bool joins_groups = params.pass.group_counters > 0;
   check(!joins_groups || tile.has_parts_of_groups(), "has no parts of groups");
   const bool stores_codes = params.gemms[0].out_e4m3;
-  check(!stores_codes || (format.stores_codes() && !family.decodes_fp8_rows()),
+  check(!stores_codes || (format.stores_codes() && !family.fp8_as_f16()),
         "does not store E4M3 codes");
   check(params.num_gemms == 1 || !format.coded_rows() || stores_groups || stores_codes ||
             joins_groups || params.pass.tiles > 0,

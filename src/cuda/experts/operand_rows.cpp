@@ -21,14 +21,14 @@ void set_quantized(const QuantizedRows& rows, GemmParams& gemm) {
 void OperandRows::set_target(const QuantizedRows& to, std::optional<float> static_scale,
                              std::uint32_t* amax, RowTransform& rows) const {
   const QuantKey& key = *config_.scheme.activations;
-  rows.kind = format_.int8_rows    ? RowTransform::Kind::kInt8
-              : decodes_fp8_rows() ? RowTransform::Kind::kFp8AsF16
-                                   : RowTransform::Kind::kFp8;
+  rows.kind = format_.int8_rows ? RowTransform::Kind::kInt8
+              : fp8_as_f16()    ? RowTransform::Kind::kFp8AsF16
+                                : RowTransform::Kind::kFp8;
   rows.full_range = key.full_range;
   if (format_.fp8_rows) rows.fp8 = fp8_quantizer(key, static_scale, amax);
   rows.from_f16 = format_.row_dtype == DType::kF16;
   rows.to = to.codes;
-  rows.to_pitch = decodes_fp8_rows() ? 2 * to.pitch : to.pitch;
+  rows.to_pitch = fp8_as_f16() ? 2 * to.pitch : to.pitch;
   rows.scales = to.scales;
   rows.scale_pitch = to.scale_pitch;
 }
@@ -90,9 +90,9 @@ void OperandRows::permute_coded(const ForwardArgs& args, const Scratch& scratch,
   rows.topk = args.topk_ids.size(1);
   if (format_.fp8_rows) {
     rows.to_dtype = DType::kE4M3;
-    rows.as_f16 = decodes_fp8_rows();
+    rows.fp8_as_f16 = fp8_as_f16();
     rows.to = scratch.hidden.codes;
-    rows.to_pitch = rows.as_f16 ? 2 * scratch.hidden.pitch : scratch.hidden.pitch;
+    rows.to_pitch = rows.fp8_as_f16 ? 2 * scratch.hidden.pitch : scratch.hidden.pitch;
     rows.to_scales = scratch.hidden.scales;
     rows.scale_pitch = scratch.hidden.scale_pitch;
   } else {

@@ -13,7 +13,7 @@ bool RowFormat::quantizes_groups() const {
 }
 
 bool RowFormat::stores_codes() const {
-  return format_.stores_codes() && !decodes_fp8_rows() && !config_.scheme.activations->dynamic &&
+  return format_.stores_codes() && !fp8_as_f16() && !config_.scheme.activations->dynamic &&
          !config_.hooks;
 }
 

@@ -20,7 +20,7 @@ class RowFormat {
   /// does.
   bool has_coded_rows() const { return format_.coded_rows(); }
   /// Whether E4M3 codes are stored as the numbers that they are, in f16.
-  bool decodes_fp8_rows() const { return format_.fp8_rows && family_.decodes_fp8_rows(); }
+  bool fp8_as_f16() const { return format_.fp8_rows && family_.fp8_as_f16(); }
   /// Whether hidden states of one token differ from expert to expert: NVFP4 has a second scale for
   /// each. What OperandRows::hidden() says of itself, but known without weights.
   bool differ_by_expert() const {

@@ -19,7 +19,7 @@ QuantizedRows Scratch::take_codes(core::WorkspaceCutter& cutter, const RowFormat
   constexpr std::int64_t kAlignment = 16;  // of tensor copies
   QuantizedRows result;
   result.pitch = core::round_up(columns, kAlignment);
-  const DType code = format.decodes_fp8_rows() ? DType::kF16 : DType::kE4M3;
+  const DType code = format.fp8_as_f16() ? DType::kF16 : DType::kE4M3;
   result.codes = cutter.take(
       static_cast<std::size_t>(fusedmoe::bytes(code, Shape({rows, result.pitch}).numel())));
   std::int64_t scales = rows;

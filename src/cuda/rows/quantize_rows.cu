@@ -246,7 +246,7 @@ struct PermuteParams {
   DequantizeParams from;
   const std::int32_t* slot_to_row;
   int topk;
-  bool as_f16;
+  bool fp8_as_f16;
   char* to;
   std::int64_t to_pitch;
   float* to_scales;
@@ -279,9 +279,9 @@ __global__ void __launch_bounds__(kThreads) permute_codes_kernel(const PermutePa
       for (int j = 0; j < p.topk; ++j) {
         if (rows[j] < 0) continue;
         char* to = p.to + rows[j] * p.to_pitch;
-        if (p.as_f16) {
-          write_as_f16(to, static_cast<int>(unit), static_cast<int>(p.from.columns / kColumns),
-                       reinterpret_cast<const uint2&>(codes));
+        if (p.fp8_as_f16) {
+          write_fp8_as_f16(to, static_cast<int>(unit), static_cast<int>(p.from.columns / kColumns),
+                           reinterpret_cast<const uint2&>(codes));
         } else {
           *reinterpret_cast<std::uint64_t*>(to + column) = codes;
         }
@@ -363,7 +363,7 @@ void permute_codes(const CodedRows& rows, const QuantKey& key, std::int64_t colu
   const PermuteParams params{params_of(rows.from, key, columns),
                              rows.slot_to_row,
                              static_cast<int>(rows.topk),
-                             rows.as_f16,
+                             rows.fp8_as_f16,
                              static_cast<char*>(rows.to),
                              rows.to_pitch,
                              rows.to_scales,

@@ -22,7 +22,7 @@ struct CodedRows {
   const std::int32_t* slot_to_row = nullptr;  ///< (num_tokens, topk); -1: the slot has no row
   std::int64_t topk = 0;
   DType to_dtype = DType::kBF16;
-  bool as_f16 = false;  ///< codes become the numbers that they are, see device/e4m3_f16.cuh
+  bool fp8_as_f16 = false;  ///< codes become the numbers that they are, see device/e4m3_f16.cuh
   void* to = nullptr;
   std::int64_t to_pitch = 0;   ///< bytes
   float* to_scales = nullptr;  ///< of codes: (rows), or of groups (groups, scale_pitch), or null

@@ -237,7 +237,8 @@ __device__ __forceinline__ Converted convert_unit(const RowTransform& t, const u
 
 /// Writes the numbers of a unit's codes as f16, in the order of e4m3_f16.cuh. Behind an odd last
 /// unit, which is half of 16 columns, it writes zeros for the other half: `row` has room for them.
-__device__ __forceinline__ void write_as_f16(char* row, int unit, int units, const uint2& codes) {
+__device__ __forceinline__ void write_fp8_as_f16(char* row, int unit, int units,
+                                                 const uint2& codes) {
   OddAndEven first = e4m3_to_f16(codes.x), second = e4m3_to_f16(codes.y);
   mark_nan(codes.x, first);
   mark_nan(codes.y, second);
@@ -255,7 +256,7 @@ __device__ __forceinline__ void write_unit(const RowTransform& t, std::int64_t r
   if constexpr (kKind < RowKind::kFp8) {
     reinterpret_cast<uint4*>(to)[unit] = value.data;
   } else if constexpr (kKind == RowKind::kFp8AsF16) {
-    write_as_f16(to, unit, units_of(t), make_uint2(value.data.x, value.data.y));
+    write_fp8_as_f16(to, unit, units_of(t), make_uint2(value.data.x, value.data.y));
   } else {
     reinterpret_cast<uint2*>(to)[unit] = make_uint2(value.data.x, value.data.y);
   }

@@ -87,7 +87,7 @@ class TileCopies {
   __device__ static int row_bytes_from(const GemmParams& gemm, int block) {
     constexpr int kElement = sizeof(typename K::Activation);
     // FP8 numbers as f16 lie in whole groups of 16.
-    const int k = K::kDecodesFp8Rows ? static_cast<int>(ceil_div(gemm.k, 16)) * 16 : gemm.k;
+    const int k = K::kFp8AsF16 ? static_cast<int>(ceil_div(gemm.k, 16)) * 16 : gemm.k;
     const int chunk = threadIdx.x % 8;
     return k * kElement - block * K::kRowBytes - chunk * 16;
   }

@@ -25,7 +25,7 @@ class MmaSyncFamily : public KernelFamily {
   bool has_row_pass(const WeightFormat& format, const TileShape& tile) const override {
     return kernels(format).has_row_pass(tile);
   }
-  bool decodes_fp8_rows() const override { return fp8_ == Fp8::kAsF16; }
+  bool fp8_as_f16() const override { return fp8_ == Fp8::kAsF16; }
   KernelConfig choose(const MlpShape& shape) const override {
     return sm80::choose_tiles(shape, kernels(*shape.format));
   }

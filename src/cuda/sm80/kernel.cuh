@@ -22,8 +22,8 @@ template <OperandPolicy OperandsT, Fp8 kFp8, int kIndex>
 struct Kernel {
   using Operands = OperandsT;
   static constexpr KernelSet kSet = kernel_set(Operands::kFormat, kFp8);
-  static constexpr bool kDecodesFp8Rows = kSet.has_f16_rows_of_fp8();
-  using Activation = std::conditional_t<kDecodesFp8Rows, __half, typename Operands::Activation>;
+  static constexpr bool kFp8AsF16 = kSet.fp8_as_f16();
+  using Activation = std::conditional_t<kFp8AsF16, __half, typename Operands::Activation>;
   using Output = typename Operands::Output;
 
   static constexpr TileShape kTile = kSet.tiles[kIndex];
@@ -45,8 +45,8 @@ struct Kernel {
   static constexpr bool kHasRowPass = kSet.has_row_pass(kTile);
   static constexpr int kPassWarpgroups = kHasRowPass ? kTile.warpgroups() : 1;
   static constexpr RowTransform::Kind kPassKind = kSet.format->int8_rows ? RowTransform::Kind::kInt8
-                                                  : kDecodesFp8Rows ? RowTransform::Kind::kFp8AsF16
-                                                                    : RowTransform::Kind::kFp8;
+                                                  : kFp8AsF16 ? RowTransform::Kind::kFp8AsF16
+                                                              : RowTransform::Kind::kFp8;
   static constexpr bool kStoresGroups = false;
   static constexpr bool kStoresCodes = kSet.is_native_fp8() && Operands::kFormat.stores_codes();
   static constexpr int kAllAccumulators = kRowBlocks * kAccumulators;

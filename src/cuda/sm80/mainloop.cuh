@@ -63,11 +63,11 @@ struct Fp8DecodedSlice {
 
 /// A slice of E4M3 codes, two steps of 32 of K at a time, as four steps of f16.
 template <typename Codes>
-struct F16Slice {
+struct Fp8AsF16Slice {
   Codes codes;
 
   template <typename Tables>
-  __device__ static F16Slice at(const std::uint8_t* block, int thread, const Tables& tables) {
+  __device__ static Fp8AsF16Slice at(const std::uint8_t* block, int thread, const Tables& tables) {
     return {Codes::at(block, thread, tables)};
   }
   __device__ void read(int half, std::uint32_t (&a)[4][4]) const {
@@ -103,7 +103,7 @@ using CodesOf =
                        std::conditional_t<Operands::kFormat.fp8_rows, Fp8DecodedSlice<Operands>,
                                           DecodedSlice<Operands>>>;
 template <typename K>
-using SliceOf = std::conditional_t<K::kDecodesFp8Rows, F16Slice<CodesOf<typename K::Operands>>,
+using SliceOf = std::conditional_t<K::kFp8AsF16, Fp8AsF16Slice<CodesOf<typename K::Operands>>,
                                    CodesOf<typename K::Operands>>;
 
 /// Operands of a K block in shared memory.
@@ -139,7 +139,7 @@ __device__ __forceinline__ void multiply_block(const BlockOperands<K>& block,
 #pragma unroll
     for (int n = 0; n < kTokens / 8; ++n) {
       // No read of rows passes it: few are on their way at once, and the registers suffice.
-      if (!K::kDecodesFp8Rows && n > 0 && n % 4 == 0) __syncwarp();
+      if (!K::kFp8AsF16 && n > 0 && n % 4 == 0) __syncwarp();
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
         std::uint32_t k[4];

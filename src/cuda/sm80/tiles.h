@@ -69,7 +69,7 @@ struct KernelSet {
   constexpr bool has_row_pass(const TileShape& tile) const {
     return format && format->coded_rows() && tile.max_tokens <= 32;
   }
-  constexpr bool has_f16_rows_of_fp8() const { return format->fp8_rows && fp8 == Fp8::kAsF16; }
+  constexpr bool fp8_as_f16() const { return format->fp8_rows && fp8 == Fp8::kAsF16; }
   /// Whether the tensor cores multiply FP8 itself. They add the products less exactly than fp32, so
   /// each K block is summed up apart.
   constexpr bool is_native_fp8() const { return format->fp8_rows && fp8 == Fp8::kNative; }
@@ -77,7 +77,7 @@ struct KernelSet {
 
 /// Of a token row in a K block.
 constexpr int row_bytes(const KernelSet& set) {
-  return set.has_f16_rows_of_fp8() ? 2 * kSwizzleBytes : kSwizzleBytes;
+  return set.fp8_as_f16() ? 2 * kSwizzleBytes : kSwizzleBytes;
 }
 /// Scales of a K block: of its tokens, then of slices of 8 weight rows.
 constexpr int num_scales(const TileShape& tile, const WeightFormat& format) {
@@ -96,10 +96,10 @@ constexpr int stage_bytes(const TileShape& tile, const KernelSet& set) {
 /// Thread blocks of a multiprocessor, by the registers that a thread needs.
 constexpr int most_blocks(const TileShape& tile, const KernelSet& set) {
   const int accumulators = (set.is_native_fp8() ? 2 : 1) * tile.row_blocks * tile.max_tokens / 2;
-  const int threads = set.has_f16_rows_of_fp8() || accumulators >= 128 ? 256
-                      : accumulators < 64                              ? 512
-                      : set.format->int8_rows                          ? 256
-                                                                       : 384;
+  const int threads = set.fp8_as_f16() || accumulators >= 128 ? 256
+                      : accumulators < 64                     ? 512
+                      : set.format->int8_rows                 ? 256
+                                                              : 384;
   const int of_block = 128 * tile.warpgroups();
   return threads > of_block ? threads / of_block : 1;
 }

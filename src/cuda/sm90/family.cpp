@@ -24,7 +24,7 @@ class Sm90Family final : public KernelFamily {
   bool has_row_pass(const WeightFormat& format, const TileShape& tile) const override {
     return sm90::kernel_set(format).has_row_pass(tile);
   }
-  bool decodes_fp8_rows() const override { return false; }
+  bool fp8_as_f16() const override { return false; }
   KernelConfig choose(const MlpShape& shape) const override { return sm90::choose_tiles(shape); }
   std::span<const FormatLaunches> launches() const override { return sm90_launches(); }
 };
