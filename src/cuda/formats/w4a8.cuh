@@ -3,9 +3,9 @@
 // registers.
 #pragma once
 
-#include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include "cuda/device/e4m3_convert.cuh"
 #include "cuda/formats/activations.cuh"
 #include "cuda/formats/codes.h"
 #include "cuda/formats/packed_block.h"
@@ -59,15 +59,11 @@ struct W4a8Operands : DecodedFp8Operands {
     }
     /// 1 to 8 times a scale, rounded.
     __device__ static W4a8Table table(int scale) {
-      const __half value(
-          __nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(scale), __NV_E4M3));
+      const float value = __low2float(from_e4m3(scale));
       std::uint32_t words[2];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const __half2 factors = __floats2half2_rn(2.0F * i + 1, 2.0F * i + 2);
-        const __half2 products = __hmul2(__half2half2(value), factors);  // exact
-        const std::uint32_t codes =
-            __nv_cvt_halfraw2_to_fp8x2(__half2_raw(products), __NV_SATFINITE, __NV_E4M3);
+        const std::uint32_t codes = to_e4m3(value * (2.0F * i + 1), value * (2.0F * i + 2));
         words[i / 2] = i % 2 == 0 ? codes : words[i / 2] | codes << 16;
       }
       return W4a8Table::of_multiples(words[0], words[1]);

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "cuda/device/e4m3_convert.cuh"
 #include "cuda/device/mma_sync.cuh"
 #include "cuda/one_token/one_token.h"
 
@@ -19,9 +20,8 @@ inline constexpr bool kIsFp8 = sizeof(typename Operands::Activation) == 1;
 
 /// The two low, or the two high E4M3 codes of a word as f16.
 __device__ __forceinline__ std::uint32_t fp8_to_f16(std::uint32_t codes, int half) {
-  const auto pair = static_cast<__nv_fp8x2_storage_t>(codes >> (16 * half));
-  const __half2_raw result = __nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3);
-  return result.x | static_cast<std::uint32_t>(result.y) << 16;
+  const __half2 values = from_e4m3(codes >> (16 * half));
+  return reinterpret_cast<const std::uint32_t&>(values);
 }
 
 /// sums += A (16, K) B (K, 8) of 32 bytes of K of the activations: one instruction, of FP8 two.

@@ -220,8 +220,7 @@ struct Decoded {
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
       const auto code = static_cast<std::uint32_t>(packed >> i * (format.e2m1 ? 4 : 8));
-      const float value =
-          format.e2m1 ? core::e2m1_value(code & 0xF) : e4m3_value(static_cast<std::uint8_t>(code));
+      const float value = format.e2m1 ? core::e2m1_value(code & 0xF) : e4m3_value(code);
       packs[i / kWidth].values[i % kWidth] = rounded<Storage>(__fmul_rn(value, scale));
     }
   }

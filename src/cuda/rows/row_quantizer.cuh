@@ -3,10 +3,10 @@
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cuda_fp8.h>
 
 #include <cstdint>
 
+#include "cuda/device/e4m3_convert.cuh"
 #include "cuda/rows/row_transform.h"
 #include "quant/quantize_scales.h"
 
@@ -20,11 +20,11 @@ __device__ __forceinline__ float round_to_e2m1(float value) {
   const float magic = magnitude < 2 ? 0x1.8p22F : magnitude < 4 ? 0x1.8p23F : 0x1.8p24F;
   return copysignf(__fsub_rn(__fadd_rn(magnitude, magic), magic), value);
 }
-__device__ __forceinline__ float e4m3_value(__nv_fp8_storage_t code) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
+__device__ __forceinline__ float e4m3_value(std::uint32_t code) {
+  return __low2float(from_e4m3(code));
 }
 __device__ __forceinline__ float round_to_e4m3(float value) {
-  return e4m3_value(__nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3));
+  return e4m3_value(to_e4m3(value, 0));
 }
 
 /// The largest of kLanes neighbours, a power of two, by the lanes in `mask`.

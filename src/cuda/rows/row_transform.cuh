@@ -4,10 +4,10 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_fp8.h>
 
 #include <type_traits>
 
+#include "cuda/device/e4m3_convert.cuh"
 #include "cuda/device/e4m3_f16.cuh"
 #include "cuda/rows/row_quantizer.cuh"
 #include "cuda/rows/row_transform.h"
@@ -157,11 +157,9 @@ __device__ __forceinline__ void transform_values(UnitValues& values, const Funct
 
 /// E4M3 codes.
 __device__ __forceinline__ uint2 round_to_fp8(const UnitValues& values) {
-  __nv_fp8x2_storage_t codes[4];
+  std::uint16_t codes[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    codes[i] = __nv_cvt_float2_to_fp8x2(values[i], __NV_SATFINITE, __NV_E4M3);
-  }
+  for (int i = 0; i < 4; ++i) codes[i] = to_e4m3(values[i].x, values[i].y);
   uint2 result;
   memcpy(&result, codes, sizeof(codes));
   return result;
