@@ -33,8 +33,10 @@ __device__ __forceinline__ void for_units(const RowTransform& t, std::int64_t ro
 
 /// The rows of a tile of the row pass, by K::kPassWarpgroups warpgroups, of which this thread is in
 /// number `group`: a warp takes a row, all four of a warpgroup together take one of more than 2048
-/// values. All lanes of a warp take the same branches, and the compiler knows: else it keeps less
-/// in uniform registers.
+/// values. All warpgroups take the same number of turns, in the last maybe without a row: where one
+/// had met at its barrier more often than another, racecheck saw hazards between accesses that a
+/// barrier of the whole block lies between. All lanes of a warp take the same branches, and the
+/// compiler knows: else it keeps less in uniform registers.
 template <typename K>
 __device__ __forceinline__ void quantize_rows(SharedMemory<K>& shared, const RowTransform& t,
                                               const WorkTile& tile, int group) {
@@ -45,14 +47,18 @@ __device__ __forceinline__ void quantize_rows(SharedMemory<K>& shared, const Row
   const int warp = __shfl_sync(~0U, static_cast<int>(threadIdx.x) % 128 / 32, 0);
   const int warps = is_wide ? 4 : 1, own_warp = is_wide ? warp : 0;
   const int end = tile.first_row + tile.num_tokens;
+  const int turn = is_wide ? kGroups : 4 * kGroups;
 #pragma unroll 1
-  for (int row = tile.first_row + (is_wide ? group : 4 * group + warp); row < end;
-       row += is_wide ? kGroups : 4 * kGroups) {
+  for (int first = tile.first_row; first < end; first += turn) {
+    const int row = first + (is_wide ? group : 4 * group + warp);
+    const bool has_row = row < end;
     float scale = t.fp8.static_scale;
     if (t.has_row_scales()) {
       Pair largest(0.0F, 0.0F);
-      for_units(t, row, own_warp, warps,
-                [&](int, const uint4& unit) { take_larger(unit, largest); });
+      if (has_row) {
+        for_units(t, row, own_warp, warps,
+                  [&](int, const uint4& unit) { take_larger(unit, largest); });
+      }
       float amax = amax_of_lanes<32>(larger(largest));
       if (is_wide) {
         sync_threads(128, group);  // those of the row before are read
@@ -62,6 +68,7 @@ __device__ __forceinline__ void quantize_rows(SharedMemory<K>& shared, const Row
       }
       scale = row_scale<K::kPassKind>(amax);
     }
+    if (!has_row) continue;
     for_units(t, row, own_warp, warps, [&](int unit, const uint4& raw) {
       write_unit<K::kPassKind>(t, row, unit, convert_unit<K::kPassKind>(t, raw, 0, scale));
     });
