@@ -1,14 +1,16 @@
 // Parts of layers of every scheme that the Hopper experts run: a row by itself, shards, experts of
-// a rank, a replaced expert, weights in device memory.
+// a rank, a replaced expert, weights in device memory, weights that another family packed.
 #include <cmath>
 #include <limits>
 #include <string>
 #include <vector>
 
+#include "../unit/temporary_directory.h"
 #include "cuda_test.h"
 #include "experts_problem.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/layer.h"
+#include "fusedmoe/packed_file.h"
 #include "fusedmoe/quant.h"
 #include "scheme_rows.h"
 
@@ -351,6 +353,62 @@ TEST_F(CudaMxfp4Fp8, CodesOfScalesFarBelowTheLargestAreRounded) {
     const Tensor expected = run_variant(problem, find_variant("reference"), DType::kBF16, kHost);
     const Tensor actual = run_variant(problem, testing::gpu_variant(), DType::kBF16, kGpu);
     expect_close(actual, expected, spec.scheme);
+  }
+}
+
+// ------------------------------------------------------------------------------------------------
+// Families of kernels
+
+/// Those that serve a configuration on this GPU.
+std::vector<Variant> families_for(const MoeConfig& config) {
+  std::vector<Variant> result;
+  for (const char* name : {"sm90", "sm89", "sm80"}) {
+    const Variant variant = find_variant(name);
+    if (variant.supports(config)) result.push_back(variant);
+  }
+  return result;
+}
+
+/// What one family packed, on the device and in a file, gives in another the bits that its own
+/// packed weights give.
+void expect_packed_for_others(const Rows& rows, const std::filesystem::path& file) {
+  SCOPED_TRACE(rows.name());
+  Case spec;
+  spec.num_tokens = 33;
+  spec.hidden = 296;
+  spec.intermediate = 104;
+  spec.scheme = rows.scheme.scheme;
+  spec.scale_dtype = rows.dtype;
+  spec.bias = true;
+  const Problem problem = testing::make_problem(spec);
+  const MoeConfig config = testing::make_config(spec, rows.dtype, kGpu);
+  const std::vector<Variant> families = families_for(config);
+  for (const Variant& family : families) {
+    const ModularKernel kernel = family.create(config);
+    const Tensor own =
+        testing::run_experts(problem, kernel, *kernel.experts().pack(problem.weights));
+    for (const Variant& other : families) {
+      if (other.experts == family.experts) continue;
+      SCOPED_TRACE(family.name() + " with weights of " + other.name());
+      const ModularKernel packer = other.create(config);
+      const auto packed = packer.experts().pack(problem.weights);
+      save_packed(packer.experts(), *packed, file);
+      ASSERT_TRUE(kernel.experts().accepts(*packed));
+      EXPECT_TRUE(bitwise_equal(testing::run_experts(problem, kernel, *packed), own));
+      const auto loaded = load_packed(kernel.experts(), {file});
+      EXPECT_TRUE(bitwise_equal(testing::run_experts(problem, kernel, *loaded), own)) << "file";
+    }
+  }
+}
+
+TEST(CudaFamilies, EachRunsWhatAnotherPacked) {
+  FUSEDMOE_SKIP_WITHOUT_GPU();
+  const testing::TemporaryDirectory folder;
+  for (const NamedScheme& scheme : named_schemes()) {
+    for (const DType dtype : {DType::kBF16, DType::kF16}) {
+      if (!cuda::find_weight_format(scheme.scheme, dtype)) continue;
+      expect_packed_for_others({scheme, dtype}, folder / "packed");
+    }
   }
 }
 
