@@ -3,8 +3,12 @@
 # them under each tool of compute-sanitizer, then the benchmark, and prints one table of times
 # against floors and peers. Results go to a folder, with the commit in their names.
 #
-#   scripts/gpu-check.sh [--steps build,tests,python,sanitizers,bench] [--output bench/results]
+#   scripts/gpu-check.sh [--steps build,tests,ptx,python,sanitizers,bench] [--output bench/results]
 #                        [--build build-cuda] [--commit NAME] [--seconds 480] [--cmake "ARGUMENTS"]
+#
+# Step ptx, not done unless it is named, runs the tests of the experts by PTX that the driver compiles,
+# within the limits of the GPUs that it is for: sm80 as on 8.0 and 8.6, sm89 as on 8.9. The latter's is
+# only in builds with --cmake -DFUSEDMOE_TEST_PTX_89=ON.
 #
 # Step python, not done unless it is named, needs no step before it: the C interface and the Python
 # package are built and tested, the latter with the first python3. That needs Python.h (if it lies
@@ -25,7 +29,8 @@ jobs=$(nproc)
 seconds=480
 cmake=
 
-# tool of compute-sanitizer | test program | cases: each tool makes kernels 10 to 100 times slower.
+# tool of compute-sanitizer | test program | cases | experts under test, by default sm90: each tool
+# makes kernels 10 to 100 times slower.
 # No racecheck where two warpgroups quantize groups: it reports all that they tell each other
 # (exchange_amax() in epilogue_groups.cuh).
 checks=(
@@ -66,6 +71,14 @@ checks=(
   "racecheck|cuda_one_token_test|*ShapesThatDivideNothing*:*NoSlotAtAll*"
   "initcheck|cuda_one_token_test|*AnyNumberOfSlots*"
   "synccheck|cuda_one_token_test|*ShapesThatDivideNothing*"
+  "racecheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*_bf16:*CudaExpertsTest*gpt_oss*mxfp4_w4a16|sm80"
+  "memcheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaTileConfigTest*_9_*|sm80"
+  "initcheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*|sm80"
+  "synccheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*:*CudaTileConfigTest*_145_*|sm80"
+  "racecheck|cuda_schemes_test|CudaInt8.SumsAreExact|sm80"
+  "racecheck|cuda_schemes_test|*MatchReference*fp8_block_bf16|sm80"
+  "memcheck|cuda_schemes_test|*MatchReference*fp8_block_bf16:*MatchReference*int8_w8a8_bf16|sm80"
+  "memcheck|cuda_schemes_test|*MatchReference*fp8_channel_token_bf16:*MatchReference*w4a8_bf16|sm80"
   "racecheck|cuda_routing_data_test|*one_slot:*one_token:*a_warp*:*fewer_slots*:*one_past_a_block*"
   "racecheck|cuda_router_test|CudaRouterTest.OneExpert*:CudaRouterTest.TheHistogram*"
   "racecheck|cuda_backend_test|*Duplicates*:*RoutingOfShared*"
@@ -101,7 +114,7 @@ benches=(
 )
 
 . scripts/check-steps.sh
-parse_options "steps output build commit seconds cmake" "build tests python sanitizers bench" "$@"
+parse_options "steps output build commit seconds cmake" "build tests ptx python sanitizers bench" "$@"
 mkdir -p "$output"
 result=$output/h200-$commit
 
@@ -126,32 +139,40 @@ program=$build/cli/fusedmoe
 step "a usable GPU" quietly "$program" explain --model gpt-oss-20b --device cuda || exit 1
 device=$("$program" doctor | sed -n 's/^.*cuda:0 //p')
 
-# Programs side by side, few threads each: ctest would start a context for every case. The longest
-# run in parts. As tests/CMakeLists.txt has it, those of the experts once more about sm80.
+# Programs that read FUSEDMOE_TEST_EXPERTS, as tests/CMakeLists.txt has them.
+of_experts=(experts experts_shapes experts_runs golden hooks schemes schemes_parts one_token pack tune
+  context)
+# run_tests LINE...: a program and the experts under test, with the GPU whose limits they shall have.
+# Programs side by side, few threads each: ctest would start a context for every case. The longest run
+# in parts.
 run_tests() {
-  {
-    printf '%s sm90\n' "$build"/tests/cuda_*_test
-    printf "$build/tests/cuda_%s_test sm80\n" experts experts_shapes experts_runs golden hooks schemes \
-      schemes_parts
-    for ((i = 1; i < parts; ++i)); do
-      printf "$build/tests/cuda_%s\n" "schemes_test sm90" "schemes_test sm80" "experts_shapes_test sm80"
-    done
-  } | sort | awk '{ part = seen[$0]++; print $0, part }' |
-    OMP_NUM_THREADS=3 xargs -P $((jobs / 3 + 1)) -L 1 sh -c '
-      case ${0##*/}.$1 in cuda_schemes_test.*|cuda_experts_shapes_test.sm80)
-        export GTEST_TOTAL_SHARDS='$parts' GTEST_SHARD_INDEX=$2 ;;
-      esac
-      [ $1 = sm90 ] || export FUSEDMOE_TEST_EXPERTS=$1
-      log=$0.$1.$2.log
-      "$0" --gtest_brief=1 >"$log" 2>&1 || { cat "$log"; echo "$0 failed"; exit 1; }'
+  printf '%s\n' "$@" | awk '{
+      parts = $1 == "schemes" || $1 == "experts_shapes" && $2 != "sm90" ? 6 : 1
+      for (i = 0; i < parts; ++i) print $1, $2, parts, i
+    }' | OMP_NUM_THREADS=3 CUDA_CACHE_MAXSIZE=4294967296 xargs -P $((jobs / 3 + 1)) -L 1 sh -c '
+      export GTEST_TOTAL_SHARDS=$2 GTEST_SHARD_INDEX=$3
+      [ $1 = sm90 ] || export FUSEDMOE_TEST_EXPERTS=${1%-*}
+      case $1 in *-*) export CUDA_FORCE_PTX_JIT=1 FUSEDMOE_PRETEND_CAPABILITY=${1#*-} ;; esac
+      program=$build/tests/cuda_$0_test log=$build/tests/cuda_$0_test.$1.$3.log
+      "$program" --gtest_brief=1 >"$log" 2>&1 || { cat "$log"; echo "$0 $1 failed"; exit 1; }'
 }
-if wants tests; then
+# test_ways NAME LINE...
+test_ways() {
   rm -f "$build"/tests/cuda_*_test.*.log
-  step "GPU tests" quietly within "$test_seconds" bash -c "$(declare -f run_tests); build=$build \
-    jobs=$jobs parts=6 run_tests"
+  step "$1" quietly within "$test_seconds" bash -c "$(declare -f run_tests); export build=$build
+    jobs=$jobs; run_tests \"\$@\"" "$@"
   grep -hE '^\[  (PASSED|SKIPPED)' "$build"/tests/cuda_*_test.*.log |
     awk '{ count[$2] += $4 } END { for (what in count) print count[what], "tests", what }'
+  grep -h ptxVersion "$build"/tests/cuda_*_test.*.log | sort | uniq -c
   grep -L PASSED "$build"/tests/cuda_*_test.*.log | sed 's/$/: did not end/'
+}
+if wants tests; then
+  all=("${programs[@]#cuda_}")
+  test_ways "GPU tests" "${all[@]/%_test/ sm90}" "${of_experts[@]/%/ sm80}"
+fi
+if wants ptx; then
+  test_ways "GPU tests as PTX" "${of_experts[@]/%/ sm80-8.0}" "${of_experts[@]/%/ sm80-8.6}" \
+    "router_fused sm80-8.6" "${of_experts[@]/%/ sm89-8.9}"
 fi
 
 test_c() {
@@ -195,6 +216,7 @@ fi
 # files.
 sanitize() {
   local log=$log.$1 tool=$2 test=$3 filter=$4 options=(--error-exitcode 9) status=0 start=$SECONDS
+  [[ -z $5 ]] || local -x FUSEDMOE_TEST_EXPERTS=$5
   # Failing calls are what some tests are about.
   [[ $tool == memcheck ]] && options+=(--report-api-errors no)
   OMP_NUM_THREADS=2 within "$check_seconds" "$sanitizer" --tool "$tool" "${options[@]}" \
@@ -205,21 +227,21 @@ sanitize() {
 sanitized() {
   local log=$log.$1 status=1 elapsed=0
   read -r status elapsed <"$log.status"
-  echo "$2 $3 $4: $elapsed s"
+  echo "$2 $3 $4 $5: $elapsed s"
   ((status == 0)) || tail -n 40 "$log"
   return "$status"
 }
 if wants sanitizers; then
   sanitizer=$(command -v compute-sanitizer || echo /usr/local/cuda/bin/compute-sanitizer)
   for i in "${!checks[@]}"; do
-    IFS='|' read -r tool test filter <<<"${checks[i]}"
+    IFS='|' read -r tool test filter experts <<<"${checks[i]}"
     while (($(jobs -rp | wc -l) >= side_by_side)); do wait -n; done
-    sanitize "$i" "$tool" "$test" "$filter" &
+    sanitize "$i" "$tool" "$test" "$filter" "$experts" &
   done
   wait
   for i in "${!checks[@]}"; do
-    IFS='|' read -r tool test filter <<<"${checks[i]}"
-    step "$tool $test" sanitized "$i" "$tool" "$test" "$filter"
+    IFS='|' read -r tool test filter experts <<<"${checks[i]}"
+    step "$tool $test" sanitized "$i" "$tool" "$test" "$filter" "$experts"
   done
 fi
 

@@ -24,6 +24,7 @@ Case case_of(std::int64_t tokens) {
 /// Both kinds of kernel need more shared memory than a kernel gets without asking.
 TEST(CudaContextTest, KernelsRunAgainAfterAReset) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
+  FUSEDMOE_SKIP_WITHOUT_KERNELS("bf16", DType::kBF16);
   for (const std::int64_t tokens : {1, 8}) {
     const Problem problem = make_problem(case_of(tokens));
     const auto output = [&] {
@@ -83,6 +84,7 @@ class GreenStream {
 
 TEST(CudaContextTest, OneTokenRunsOnTheMultiprocessorsThatItsStreamHas) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
+  FUSEDMOE_SKIP_WITHOUT_KERNELS("bf16", DType::kBF16);
   const GreenStream green;
   if (!green.stream().handle) GTEST_SKIP() << "the driver has no green contexts";
   Case spec = case_of(1);

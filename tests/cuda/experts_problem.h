@@ -1,11 +1,13 @@
-// What the tests of the Hopper experts share: making them, running a problem, and how close to the
+// What the tests of the experts share: making them, running a problem, and how close to the
 // reference they must be.
 #pragma once
 
+#include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <functional>
 #include <memory>
@@ -59,9 +61,36 @@ inline bool has_kernels(const QuantScheme& scheme, DType dtype) {
     GTEST_SKIP() << ::fusedmoe::testing::gpu_family().name() << " does not run it"; \
   }
 
+/// Says once in a run which code the driver takes of the experts under test: what it was compiled
+/// for as PTX, and for which GPU it is machine code, of the build or of the driver's compiler.
+class CodeOfTheExperts : public ::testing::Environment {
+  void SetUp() override {
+    const cuda::KernelFamily& family = gpu_family();
+    cudaFuncAttributes code{};
+    if (!device_problem(kGpu).empty()) return;
+    if (cudaFuncGetAttributes(&code, family.kernel()) == cudaSuccess) {
+      std::printf("%s: ptxVersion %d, binaryVersion %d\n", std::string(family.name()).c_str(),
+                  code.ptxVersion, code.binaryVersion);
+    } else {
+      std::printf("%s: no code\n", std::string(family.name()).c_str());
+      cudaGetLastError();
+    }
+  }
+};
+inline ::testing::Environment* const kCodeOfTheExperts =
+    ::testing::AddGlobalTestEnvironment(new CodeOfTheExperts);
+
+/// Of those of 16-bit and 4-bit weights the ones that the experts run. sm89 runs none of them:
+/// suites of cases of them are then empty, which GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST
+/// says.
 inline std::vector<QuantScheme> gpu_schemes() {
-  return {schemes::unquantized(DType::kBF16), schemes::unquantized(DType::kF16),
-          schemes::mxfp4_w4a16()};
+  std::vector<QuantScheme> result;
+  for (const auto& [scheme, dtype] : {std::pair(schemes::unquantized(DType::kBF16), DType::kBF16),
+                                      std::pair(schemes::unquantized(DType::kF16), DType::kF16),
+                                      std::pair(schemes::mxfp4_w4a16(), DType::kBF16)}) {
+    if (has_kernels(scheme, dtype)) result.push_back(scheme);
+  }
+  return result;
 }
 inline bool is_mxfp4(const QuantScheme& scheme) {
   return scheme == schemes::mxfp4_w4a16();

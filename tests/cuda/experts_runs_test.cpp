@@ -75,6 +75,7 @@ class CudaExpertsRuns : public testing::CudaTestWith<Implementation> {
   std::unique_ptr<ModularKernel> kernel_;
   std::shared_ptr<const PackedWeights> packed_;
 };
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaExpertsRuns);
 INSTANTIATE_TEST_SUITE_P(All, CudaExpertsRuns, ::testing::ValuesIn(implementations()),
                          [](const auto& info) {
                            return std::string(name(info.param.scheme)) + info.param.suffix;

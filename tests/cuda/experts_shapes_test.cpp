@@ -101,6 +101,7 @@ std::vector<Case> load_cases() {
 
 /// Every variant that serves the case.
 class CudaExpertsShapes : public testing::CudaTestWith<Case> {};
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaExpertsShapes);
 INSTANTIATE_TEST_SUITE_P(Sizes, CudaExpertsShapes, ::testing::ValuesIn(size_cases()),
                          [](const auto& info) { return info.param.name; });
 INSTANTIATE_TEST_SUITE_P(Loads, CudaExpertsShapes, ::testing::ValuesIn(load_cases()),

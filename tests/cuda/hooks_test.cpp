@@ -73,6 +73,7 @@ class CudaHooks : public testing::CudaTestWith<Case> {
   std::shared_ptr<const PackedWeights> packed_;
   std::unique_ptr<ModularKernel> kernel_;
 };
+GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(CudaHooks);
 INSTANTIATE_TEST_SUITE_P(Cases, CudaHooks, ::testing::ValuesIn(hook_cases()),
                          [](const auto& info) { return info.param.name; });
 

@@ -40,12 +40,19 @@ std::vector<std::string> configs_of(std::string_view suffix, const TunedConfigs*
   return experts->kernel_configs(ProblemSize::of(config, num_tokens));
 }
 
-class TuneTest : public testing::CudaTest {};
+class TuneTest : public testing::CudaTest {
+ protected:
+  void SetUp() override {
+    testing::CudaTest::SetUp();
+    if (IsSkipped()) return;
+    FUSEDMOE_SKIP_WITHOUT_KERNELS("mxfp4_w4a16", DType::kBF16);
+  }
+};
 
 TEST_F(TuneTest, WhatWasTunedRuns) {
   TunedConfig fastest;
   fastest.device = device_name(kGpu);
-  fastest.experts = "sm90";
+  fastest.experts = testing::gpu_family().name();
   fastest.scheme = name(schemes::mxfp4_w4a16());
   fastest.hidden = 512;
   fastest.intermediate = 320;
