@@ -90,7 +90,8 @@ rename_wheel() {
 # wheels ON|OFF LABEL: for each Python, with CUDA or without. libstdc++, and what GCC 12's libgcc_s has
 # beyond older ones, are linked into them: they would ask for a newer manylinux than the C library
 # does. So would a part of libstdc++ that nobody calls. Beside the usual GPUs they have machine code
-# for GeForce and RTX PRO of Blackwell. (Old versions of pip have no -C.)
+# for GeForce and RTX PRO of Blackwell (120), which no other build has: so here the log of the build is
+# looked through for kernels that spill. (Old versions of pip have no -C.)
 wheels() {
   local cuda=$1 label=$2 minor later python folder
   [[ -e $dist/fusedmoe-$version.tar.gz ]] || source_part
@@ -106,15 +107,16 @@ wheels() {
     say "wheel for Python 3.$minor${label:+, $label}"
     python=$(python_for "3.$minor")
     folder=$work/wheel-3.$minor${label:+-$label}
-    rm -rf "$folder.raw" "$folder.repaired"
+    rm -rf "$folder.raw" "$folder.repaired" "$folder.log"
     [[ -x $work/env-3.$minor/bin/pip ]] || "$python" -m venv "$work/env-3.$minor"
-    "$work/env-3.$minor/bin/pip" wheel --quiet --no-deps --wheel-dir "$folder.raw" \
+    "$work/env-3.$minor/bin/pip" wheel --quiet --no-deps --wheel-dir "$folder.raw" --log "$folder.log" \
       --config-settings=build-dir="$folder" \
       --config-settings=cmake.define.CMAKE_MODULE_LINKER_FLAGS=-static-libstdc++ \
       --config-settings=cmake.define.CMAKE_EXE_LINKER_FLAGS="-static-libstdc++ -Wl,--gc-sections" \
       --config-settings=cmake.define.CMAKE_CXX_STANDARD_LIBRARIES=-lgcc \
       --config-settings=cmake.define.FUSEDMOE_CUDA_ARCHS="80;89;90a;120" \
       --config-settings=cmake.define.FUSEDMOE_CUDA="$cuda" "$work/tree"
+    [[ $cuda == OFF ]] || scripts/check-cuda-build.sh "$folder.log"
     [[ -z $label ]] || rename_wheel "$folder.raw"/*.whl "$label"
     PATH=$work/tools/bin:$PATH auditwheel repair --plat auto --wheel-dir "$folder.repaired" \
       "$folder.raw"/*.whl >"$work/auditwheel.log" 2>&1 || { cat "$work/auditwheel.log"; exit 1; }
