@@ -62,6 +62,7 @@ PeerRows::PeerRows(const RankRules& rules, const StepSizes& sizes, void* memory)
   const std::int64_t results = ranks * most * (rules.per_slot() ? topk : 1);
   place_parts(step_, ranks, travel, fusedmoe::bytes(rules.combine_dtype, results * sizes.hidden));
   std::byte* const arena = peers().own();
+  own_.place(arena + step_.rows[0], arena + step_.rows[1]);
   received_.ids = TensorView(arena + step_.ids, DType::kI32, {ranks * most, topk}, rules.device);
   received_.weights =
       TensorView(arena + step_.weights, DType::kF32, {ranks * most, topk}, rules.device);

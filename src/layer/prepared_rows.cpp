@@ -24,6 +24,14 @@ PreparedRows::PreparedRows(core::WorkspaceCutter& cutter, const ProblemSize& pro
   scales_ = cutter.take(scales_dtype_, scales_shape_, device);
 }
 
+void PreparedRows::place(std::byte* values, std::byte* scales) {
+  if (!preparation_.quant) return;
+  values_ = TensorView(values, values_dtype_, values_shape_, values_.device());
+  if (scale_columns() > 0) {
+    scales_ = TensorView(scales, scales_dtype_, scales_shape_, scales_.device());
+  }
+}
+
 void PreparedRows::run(ForwardArgs& args) const {
   const core::Backend& backend = backend_of(args.stream.device);
   if (preparation_.apply_router_weight_on_input) {

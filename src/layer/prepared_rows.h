@@ -21,6 +21,9 @@ class PreparedRows {
     return preparation_.quant && preparation_.quant->group.rows == 1 ? scales_shape_[1] : 0;
   }
 
+  /// Quantized rows go to this memory instead, and so do their scales where each row has its own.
+  void place(std::byte* values, std::byte* scales);
+
   /// Replaces the hidden states of `args` by what the experts read, and sets their scales.
   void run(ForwardArgs& args) const;
 

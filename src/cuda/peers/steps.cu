@@ -126,10 +126,11 @@ __global__ void __launch_bounds__(kMostThreads)
     if (!p.follows_route) choose();  // on its way while the row is copied
     for (int t = 0; token < p.num_tokens && t < p.rows.count; ++t) {
       const TravellingRows& rows = p.rows.tensors[t];
-      rows.copy<false>(
-          rows.here + token * rows.pitch,
-          in_arena<char>(peers, peers.rank, rows.arena) + std::int64_t{token} * rows.row_bytes,
-          team.thread, [&] { return is_dead == 0; });
+      const char* const from = rows.here + token * rows.pitch;
+      char* const to =
+          in_arena<char>(peers, peers.rank, rows.arena) + std::int64_t{token} * rows.row_bytes;
+      // Those that were quantized there stay.
+      if (from != to) rows.copy<false>(from, to, team.thread, [&] { return is_dead == 0; });
     }
     if (is_dead != 0) break;
     if (p.follows_route) {
