@@ -155,12 +155,12 @@ class Sequences final : public DataPlane {
 };
 
 /// Ranks that are threads and cannot exchange bytes.
-inline Communicators communicators_without_data(int size) {
+inline Communicators communicators_without_data(int size,
+                                                const CommunicatorOptions& options = {kPatient}) {
   const auto control = make_thread_control_plane();
   Communicators result(static_cast<std::size_t>(size));
   run_ranks(size, [&](int rank) {
-    result[rank] =
-        std::make_shared<Communicator>(rank, size, control, nullptr, CommunicatorOptions{kPatient});
+    result[rank] = std::make_shared<Communicator>(rank, size, control, nullptr, options);
   });
   return result;
 }
