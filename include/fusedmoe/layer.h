@@ -241,17 +241,17 @@ class FUSEDMOE_API MoeLayer {
   /// Begins to move experts between the ranks, to where `placement` wants them: brings those that
   /// arrive here to memory of their own, which is kept for later moves, and leaves everything else
   /// as it is. Forwards go on with the placement that there was, until commit_move(). Collective,
-  /// between two forwards, and it takes as long as the bytes take. On a GPU it also has memory for
-  /// eight experts that leave this rank, until it returns; forwards do not wait for what it takes
-  /// and frees. A move that was begun before and not committed is forgotten. Throws Error on all
-  /// ranks if they give different placements, if a rank would hold more or fewer experts than now,
-  /// or if one rank fails. Then nothing has changed, and the communicator can be used further
-  /// unless a rank has gone.
+  /// between two forwards, and it takes as long as the bytes take. On a GPU it needs memory for
+  /// eight experts that leave this rank, too; forwards do not wait while it takes and frees some. A
+  /// move that was begun before and not committed is forgotten. Throws Error on all ranks if they
+  /// give different placements, if a rank would hold more or fewer experts than now, or if one rank
+  /// fails. Then nothing has changed, and the communicator can be used further unless a rank has
+  /// gone.
   void start_move(const ExpertPlacement& placement);
   /// The same over another communicator of the same ranks, which nobody else uses meanwhile: so a
   /// thread of its own may call it while others call forwards. Where GPUs map each other's memory a
   /// lane() of the layer's communicator serves. commit_move() comes when it has returned on all
-  /// ranks. If the other communicator ends for a failure, the layer's does so only with its lane.
+  /// ranks. What ends `over` ends the layer's communicator only if `over` is a lane or part of it.
   void start_move(const ExpertPlacement& placement, Communicator& over);
   /// From now on the experts are where start_move() wanted them: the layer is, to the bit, one made
   /// with that placement. Not collective, so all ranks call it between the same two forwards. In

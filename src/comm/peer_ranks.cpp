@@ -62,7 +62,7 @@ std::string Communicator::Impl::no_peer_memory() const {
   return {};
 }
 
-/// And as far as has been tried.
+/// The same, or why an earlier try has failed. Empty: nothing is known against it.
 std::string Communicator::Impl::cannot_map() {
   if (peers) return {};
   if (without_peers.empty()) without_peers = no_peer_memory();

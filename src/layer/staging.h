@@ -11,8 +11,8 @@
 namespace fusedmoe::layer {
 
 /// Blocks of one device, which are taken and freed without a wait for it. Those that nobody uses
-/// are kept for the next move, of whichever layer: the forward behind a commit waits for what that
-/// does.
+/// are kept for the next move, of whichever layer: a commit that freed them would take longer, and
+/// the next forward waits for it.
 class Staging : public std::enable_shared_from_this<Staging> {
  public:
   /// That of all layers of this process on the device. It goes with the last of them.

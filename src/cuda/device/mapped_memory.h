@@ -10,9 +10,9 @@
 
 namespace fusedmoe::cuda {
 
-/// Made of descriptors, not of cudaMalloc: so nothing else of this process is mapped by its peers,
-/// and cudaMalloc never waits for kernels of another GPU. cudaFree waits until the GPU has nothing
-/// to do, and who enqueues work meanwhile waits with it; this takes 0.3 ms. The memory lives as
+/// From cuMemCreate, not from cudaMalloc: so nothing else of this process is mapped by its peers,
+/// and cudaMalloc never waits for kernels of another GPU. To free it takes 0.3 ms; cudaFree waits
+/// until the GPU has nothing to do, and launches of other threads wait with it. The memory lives as
 /// long as anybody maps it, also when its process has ended.
 class MappedMemory {
  public:
