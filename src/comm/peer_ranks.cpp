@@ -146,9 +146,6 @@ PeerBlocks::Place Communicator::Impl::place() const {
 std::string Communicator::Impl::map_blocks(Communicator& communicator,
                                            const std::function<std::size_t()>& bytes,
                                            std::shared_ptr<PeerBlocks>& made) {
-  // Half of the time: a rank that waits for a descriptor in vain must tell the others so while they
-  // still listen, and they listen for options.timeout.
-  const auto deadline = comm::SocketClock::now() + options.timeout / 2;
   std::unique_ptr<comm::DescriptorSocket> socket;
   const auto offered = offer(communicator, [&] {
     made = PeerBlocks::make(place(), bytes());
@@ -157,6 +154,9 @@ std::string Communicator::Impl::map_blocks(Communicator& communicator,
   });
   if (const auto* reason = std::get_if<std::string>(&offered)) return *reason;
   const auto mapped = offer(communicator, [&]() -> std::string {
+    // Half of the time: a rank that waits for a descriptor in vain must tell the others so while
+    // they still listen, and they listen for options.timeout.
+    const auto deadline = comm::SocketClock::now() + options.timeout / 2;
     std::map<int, Offer> others;
     std::map<int, std::string> elsewhere;  // ranks of other processes
     for (int r = 0; r < size; ++r) {
