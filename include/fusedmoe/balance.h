@@ -25,7 +25,7 @@ class FUSEDMOE_API LoadWindow {
   LoadWindow& operator=(LoadWindow&&) noexcept;
 
   /// A forward's ForwardOptions::expert_load, i32; what zero experts have behind the others is left
-  /// out. Of a GPU's it waits for the device's default stream.
+  /// out. Of a GPU's it waits for all work that the device has, whichever stream the forward is on.
   void add(std::int64_t layer, const TensorView& expert_load);
   /// (num_layers, num_experts): sums over the window.
   std::vector<double> loads() const;

@@ -62,8 +62,13 @@ class CudaRuntime final : public core::DeviceRuntime {
 
   std::shared_ptr<void> allocate_pages(std::size_t bytes, Device device) const override {
     check_usable(device);
-    const auto memory = std::make_shared<MappedMemory>(std::max<std::size_t>(bytes, 1), device);
-    return {memory, memory->data()};
+    try {
+      const auto memory = std::make_shared<MappedMemory>(std::max<std::size_t>(bytes, 1), device);
+      return {memory, memory->data()};
+    } catch (const Error& error) {
+      if (error.kind() == ErrorKind::kOutOfMemory) throw;
+      return allocate(bytes, device);  // some virtual GPUs have no memory of this kind
+    }
   }
 
   std::shared_ptr<void> allocate_pinned(std::size_t bytes, Device device) const override {

@@ -6,8 +6,8 @@
 namespace fusedmoe::layer {
 
 PreparedRows::PreparedRows(core::WorkspaceCutter& cutter, const ProblemSize& problem,
-                           const Preparation& preparation, Device device)
-    : preparation_(preparation), values_dtype_(problem.dtype) {
+                           const Preparation& preparation, Device device, bool is_placed)
+    : preparation_(preparation), device_(device), values_dtype_(problem.dtype) {
   const Shape shape{problem.num_tokens, problem.hidden};
   if (preparation.apply_router_weight_on_input) {
     weighted_ = cutter.take(problem.dtype, shape, device);
@@ -20,16 +20,16 @@ PreparedRows::PreparedRows(core::WorkspaceCutter& cutter, const ProblemSize& pro
   values_shape_ = quantized.values;
   scales_dtype_ = quantized.scales_dtype;
   scales_shape_ = quantized.scales;
-  values_ = cutter.take(values_dtype_, values_shape_, device);
-  scales_ = cutter.take(scales_dtype_, scales_shape_, device);
+  if (!is_placed) values_ = cutter.take(values_dtype_, values_shape_, device);
+  if (!is_placed || scale_columns() == 0) {
+    scales_ = cutter.take(scales_dtype_, scales_shape_, device);
+  }
 }
 
 void PreparedRows::place(std::byte* values, std::byte* scales) {
   if (!preparation_.quant) return;
-  values_ = TensorView(values, values_dtype_, values_shape_, values_.device());
-  if (scale_columns() > 0) {
-    scales_ = TensorView(scales, scales_dtype_, scales_shape_, scales_.device());
-  }
+  values_ = TensorView(values, values_dtype_, values_shape_, device_);
+  if (scale_columns() > 0) scales_ = TensorView(scales, scales_dtype_, scales_shape_, device_);
 }
 
 void PreparedRows::run(ForwardArgs& args) const {

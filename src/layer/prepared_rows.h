@@ -10,8 +10,9 @@ namespace fusedmoe::layer {
 /// The same views in the workspace when sizes are computed and when the work is done.
 class PreparedRows {
  public:
+  /// `is_placed`: place() says where quantized rows go, and they take no workspace.
   PreparedRows(core::WorkspaceCutter& cutter, const ProblemSize& problem,
-               const Preparation& preparation, Device device);
+               const Preparation& preparation, Device device, bool is_placed = false);
 
   // Columns of the values, and of the scales where each row has its own (else 0).
   DType values_dtype() const { return values_dtype_; }
@@ -21,7 +22,7 @@ class PreparedRows {
     return preparation_.quant && preparation_.quant->group.rows == 1 ? scales_shape_[1] : 0;
   }
 
-  /// Quantized rows go to this memory instead, and so do their scales where each row has its own.
+  /// Quantized rows go to this memory, and so do their scales where each row has its own.
   void place(std::byte* values, std::byte* scales);
 
   /// Replaces the hidden states of `args` by what the experts read, and sets their scales.
@@ -29,6 +30,7 @@ class PreparedRows {
 
  private:
   const Preparation preparation_;
+  const Device device_;
   DType values_dtype_, scales_dtype_ = DType::kF32;
   Shape values_shape_, scales_shape_;
   TensorView weighted_, values_, scales_;

@@ -56,7 +56,7 @@ PreparedRows prepared_rows(core::WorkspaceCutter& cutter, const StepSizes& sizes
   problem.num_tokens = sizes.num_tokens;
   problem.hidden = sizes.hidden;
   problem.dtype = sizes.dtype;
-  return {cutter, problem, sizes.sent, device};
+  return {cutter, problem, sizes.sent, device, sizes.way == RowWay::kPeerMemory};
 }
 
 /// Of this rank's experts, where all ranks have so many slots: twice as many as routing at random

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/device_runtime.h"
 #include "fusedmoe/balance.h"
 #include "fusedmoe/comm.h"
 #include "fusedmoe/runtime.h"
@@ -50,6 +51,9 @@ void LoadWindow::add(std::int64_t layer, const TensorView& expert_load) {
                     expert_load.contiguous() && expert_load.numel() >= impl.num_experts;
   FUSEDMOE_CHECK_FAULT(fits, kShape, "expert_load", core::describe(expert_load),
                        core::format("contiguous i32 ({}), or longer", impl.num_experts));
+  if (const Device device = expert_load.device(); !device.is_cpu()) {
+    core::runtime_of(device).synchronize_device(device);
+  }
   const Tensor host = to_device(Tensor(expert_load, nullptr), {});
   const auto* counts = host.as<const std::int32_t>();
   const std::int64_t place = impl.forwards[layer]++ % impl.num_forwards;

@@ -3,12 +3,14 @@
 
 #include <cstring>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <vector>
 
 #include "../unit/error_text.h"
 #include "../unit/layer_problem.h"
 #include "cuda_test.h"
+#include "fusedmoe/balance.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/tensor.h"
 
@@ -307,6 +309,25 @@ TEST_F(CudaLayerTest, StreamsDoNotDisturbEachOther) {
   synchronize(second);
   EXPECT_TRUE(bitwise_equal(to_host(a.output), expected));
   EXPECT_TRUE(bitwise_equal(to_host(b.output), expected));
+}
+
+/// The forward is still to come when its histogram is asked for.
+TEST_F(CudaLayerTest, AWindowOfLoadsWaitsForTheForwardOnAnyStream) {
+  const MoeLayer layer = make_layer();
+  const Tensor x = to_gpu(make_hidden_states(DType::kBF16, 64, kHidden));
+  const Tensor load = Tensor::zeros({kExperts}, DType::kI32, kGpu);
+  const Tensor much = Tensor::zeros({std::int64_t{1} << 30}, DType::kU8, kGpu);
+  const Tensor other = Tensor::empty(much.shape(), DType::kU8, kGpu);
+  const Buffers buffers(layer, 64);
+  const OwnedStream stream(kGpu);
+  synchronize(Stream{kGpu});
+  for (int i = 0; i < 8; ++i) copy(much, other, stream);
+  layer.forward(x, buffers.output, buffers.scratch(), {.stream = stream, .expert_load = load});
+  LoadWindow window(1, kExperts, 1);
+  window.add(0, load);
+  synchronize(stream);
+  const std::vector<double> loads = window.loads();
+  EXPECT_EQ(std::accumulate(loads.begin(), loads.end(), 0.0), 64.0 * kTopk);
 }
 
 TEST_F(CudaLayerTest, WhatDoesNotFitIsAnError) {

@@ -22,6 +22,12 @@ struct DeviceWords {
   static __device__ void store_release(std::uint64_t* p, std::uint64_t word) {
     asm volatile("st.release.sys.u64 [%0], %1;" ::"l"(p), "l"(word) : "memory");
   }
+  /// One more; returns what was there. Sees what those wrote who counted before, behind a fence.
+  static __device__ std::uint32_t count_acquire(std::uint32_t* p) {
+    std::uint32_t before;
+    asm volatile("atom.acquire.gpu.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(p) : "memory");
+    return before;
+  }
   static __device__ std::uint32_t set_bits(std::uint32_t* p, std::uint32_t bits) {
     return atomicOr(p, bits);
   }

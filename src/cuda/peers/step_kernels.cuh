@@ -95,8 +95,9 @@ __device__ inline bool signal_when_all_done(const StepParams& p, Round round,
   int is_last = 0;
   if (to == 0) {
     __threadfence_system();
-    is_last = gridDim.x == 1 || atomicAdd(&peers.own().ticket, 1) == gridDim.x - 1 ? 1 : 0;
-    if (is_last != 0) peers.own().ticket = 0;
+    std::uint32_t& ticket = peers.own().ticket;
+    is_last = gridDim.x == 1 || DeviceWords::count_acquire(&ticket) == gridDim.x - 1 ? 1 : 0;
+    if (is_last != 0) ticket = 0;
   }
   is_last = __shfl_sync(~0U, is_last, 0);
   __syncwarp();  // the signals are behind the ticket
