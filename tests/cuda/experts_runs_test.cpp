@@ -1,4 +1,4 @@
-// How the Hopper experts run: captured and replayed, on several streams and threads, in exactly the
+// How the experts run: captured and replayed, on several streams and threads, in exactly the
 // memory they planned whatever it holds.
 #include <atomic>
 #include <memory>

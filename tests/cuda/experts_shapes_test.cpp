@@ -1,4 +1,4 @@
-// The Hopper experts on sizes and loads of their own: what models have, what divides no tile, and
+// The experts on sizes and loads of their own: what models have, what divides no tile, and
 // experts with nothing or everything to do.
 #include <cmath>
 #include <limits>

@@ -1,4 +1,4 @@
-// The Hopper experts against the reference: every awkward case, every tile configuration around its
+// The experts against the reference: every awkward case, every tile configuration around its
 // edges, the same bits twice and in any batch.
 #include <algorithm>
 #include <functional>

@@ -1,4 +1,4 @@
-// Parts of layers of every scheme that the Hopper experts run: a row by itself, shards, experts of
+// Parts of layers of every scheme that the experts run: a row by itself, shards, experts of
 // a rank, a replaced expert, weights in device memory, weights that another family packed.
 #include <cmath>
 #include <limits>

@@ -1,4 +1,4 @@
-// Every scheme that the Hopper experts run, for each dtype of rows: against the reference, in every
+// Every scheme that the experts run, for each dtype of rows: against the reference, in every
 // tile configuration, and back from packed weights. Quantized activations have the bits of the CPU.
 #include <bit>
 #include <cmath>

@@ -1,4 +1,4 @@
-// The choice of kernel configurations for the Hopper experts, on the host: no GPU is needed.
+// The choice of kernel configurations for the experts of a GPU, on the host: no GPU is needed.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -283,7 +283,7 @@ RowPass CudaExperts::cut_pass(const RowTransform& rows, const FusedMlpParams& pa
 
 /// In one launch, unless the rows between the GEMMs take one of their own. With one token (in the
 /// batched format a capacity of one) that is faster than the row pass in sm90, as GEMM 2 is ready
-/// sooner, and as fast in sm80 (INT8 of three models on an H200: 3 % slower to 1 % faster).
+/// sooner, and as fast in sm80 (INT8 of three models on an H200: 2 % slower to 1 % faster).
 void CudaExperts::run_gemms(const ForwardArgs& args, const FusedMlpParams& params,
                             const Scratch& scratch, const KernelConfig& config) const {
   FusedMlpParams step = params;
