@@ -91,6 +91,7 @@ checks=(
 )
 build_seconds=300
 test_seconds=240
+ptx_seconds=400
 model_seconds=200
 check_seconds=150  # each
 side_by_side=6     # checks
@@ -171,8 +172,11 @@ if wants tests; then
   test_ways "GPU tests" "${all[@]/%_test/ sm90}" "${of_experts[@]/%/ sm80}"
 fi
 if wants ptx; then
-  test_ways "GPU tests as PTX" "${of_experts[@]/%/ sm80-8.0}" "${of_experts[@]/%/ sm80-8.6}" \
-    "router_fused sm80-8.6" "${of_experts[@]/%/ sm89-8.9}"
+  ways=("${of_experts[@]/%/ sm80-8.0}" "${of_experts[@]/%/ sm80-8.6}" "router_fused sm80-8.6")
+  if grep -q '^FUSEDMOE_TEST_PTX_89:BOOL=ON' "$build/CMakeCache.txt"; then
+    ways+=("${of_experts[@]/%/ sm89-8.9}")
+  fi
+  test_seconds=$ptx_seconds test_ways "GPU tests as PTX" "${ways[@]}"
 fi
 
 test_c() {

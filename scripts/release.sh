@@ -107,7 +107,8 @@ wheels() {
     say "wheel for Python 3.$minor${label:+, $label}"
     python=$(python_for "3.$minor")
     folder=$work/wheel-3.$minor${label:+-$label}
-    rm -rf "$folder.raw" "$folder.repaired" "$folder.log"
+    # All of it: a log of a build that compiles nothing shows no spills.
+    rm -rf "$folder" "$folder.raw" "$folder.repaired" "$folder.log"
     [[ -x $work/env-3.$minor/bin/pip ]] || "$python" -m venv "$work/env-3.$minor"
     "$work/env-3.$minor/bin/pip" wheel --quiet --no-deps --wheel-dir "$folder.raw" --log "$folder.log" \
       --config-settings=build-dir="$folder" \

@@ -21,6 +21,8 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, cast
 try:
     import torch
 except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
     raise SystemExit("fusedmoe.bench needs PyTorch: pip install torch") from error
 
 import fusedmoe

@@ -370,8 +370,8 @@ std::vector<Variant> families_for(const MoeConfig& config) {
 }
 
 /// What one family packed, on the device and in a file, gives in another the bits that its own
-/// packed weights give.
-void expect_packed_for_others(const Rows& rows, const std::filesystem::path& file) {
+/// packed weights give. Returns how many pairs of families there were.
+int expect_packed_for_others(const Rows& rows, const std::filesystem::path& file) {
   SCOPED_TRACE(rows.name());
   Case spec;
   spec.num_tokens = 33;
@@ -383,6 +383,7 @@ void expect_packed_for_others(const Rows& rows, const std::filesystem::path& fil
   const Problem problem = testing::make_problem(spec);
   const MoeConfig config = testing::make_config(spec, rows.dtype, kGpu);
   const std::vector<Variant> families = families_for(config);
+  int pairs = 0;
   for (const Variant& family : families) {
     const ModularKernel kernel = family.create(config);
     const Tensor own =
@@ -393,23 +394,27 @@ void expect_packed_for_others(const Rows& rows, const std::filesystem::path& fil
       const ModularKernel packer = other.create(config);
       const auto packed = packer.experts().pack(problem.weights);
       save_packed(packer.experts(), *packed, file);
-      ASSERT_TRUE(kernel.experts().accepts(*packed));
+      EXPECT_TRUE(kernel.experts().accepts(*packed));
       EXPECT_TRUE(bitwise_equal(testing::run_experts(problem, kernel, *packed), own));
       const auto loaded = load_packed(kernel.experts(), {file});
       EXPECT_TRUE(bitwise_equal(testing::run_experts(problem, kernel, *loaded), own)) << "file";
+      ++pairs;
     }
   }
+  return pairs;
 }
 
 TEST(CudaFamilies, EachRunsWhatAnotherPacked) {
   FUSEDMOE_SKIP_WITHOUT_GPU();
   const testing::TemporaryDirectory folder;
+  int pairs = 0;
   for (const NamedScheme& scheme : named_schemes()) {
     for (const DType dtype : {DType::kBF16, DType::kF16}) {
       if (!cuda::find_weight_format(scheme.scheme, dtype)) continue;
-      expect_packed_for_others({scheme, dtype}, folder / "packed");
+      pairs += expect_packed_for_others({scheme, dtype}, folder / "packed");
     }
   }
+  if (pairs == 0) GTEST_SKIP() << "this GPU has code of one family alone";
 }
 
 }  // namespace
