@@ -322,7 +322,7 @@ TEST_F(CudaLayerTest, AWindowOfLoadsWaitsForTheForwardOnAnyStream) {
   const OwnedStream stream(kGpu);
   synchronize(Stream{kGpu});
   for (int i = 0; i < 8; ++i) copy(much, other, stream);
-  layer.forward(x, buffers.output, buffers.scratch(), {.stream = stream, .expert_load = load});
+  layer.forward(x, buffers.output, buffers.scratch(), {.expert_load = load, .stream = stream});
   LoadWindow window(1, kExperts, 1);
   window.add(0, load);
   synchronize(stream);
