@@ -2,19 +2,12 @@
 // at the deadline at the latest, in replays too; the GPUs work on.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
-#include <unistd.h>
-
-#include <csignal>
-#include <cstdlib>
-#include <filesystem>
-#include <fstream>
 
 #include "../inside/watched_runtime.h"
 #include "../ranks/leaks.h"
 #include "../unit/error_text.h"
 #include "moe/peer_memory.h"
 #include "moving_layers.h"
-#include "two_processes.h"
 
 namespace fusedmoe::testing {
 namespace {
@@ -257,139 +250,6 @@ TEST_F(PeerFailuresTest, MovesThatFailLeakNothing) {
         });
       },
       100, gpu_bytes_in_use);
-}
-
-// ------------------------------------------------------------------------------------------------
-// Two processes, which run the disabled test below.
-
-/// What rank 0 does when rank 1 kills itself.
-constexpr const char* kScene = "FUSEDMOE_TEST_SCENE";
-
-/// One of the two, on one GPU or on two, with a layer whose forwards are right.
-struct Process {
-  const int rank = std::atoi(std::getenv(kRank));
-  const std::filesystem::path folder = std::getenv(kFolder);
-  const GatherCallback gather = gather_by_files(folder, rank);
-  const Device device{DeviceKind::kCuda, rank % std::min(cuda_device_count(), 2)};
-  const std::shared_ptr<Communicator> communicator =
-      std::make_shared<Communicator>(rank, 2, make_control_plane(rank, 2, gather, kPatient),
-                                     nullptr, CommunicatorOptions{kPatient, device, true, true});
-  const LayerWeights weights = make_layer_weights({small_case("bf16")});
-  const MoeLayer alone{weights, options_of(device, true)};
-  MoeLayer layer{weights, options_on(communicator, true)};
-
-  void serve() const {
-    EXPECT_EQ(rows_travel(layer), "peer memory");
-    for (int i = 0; i < 10; ++i) {
-      const Tensor x = random_tensor(DType::kBF16, {kTokens - rank, kHidden}, 1, 2 * i + rank);
-      EXPECT_TRUE(bitwise_equal(forward(layer, x, kTokens), forward(alone, x, 0)));
-      communicator->check();
-    }
-    communicator->barrier();
-  }
-  static void die_soon() {
-    std::this_thread::sleep_for(milliseconds(100));
-    std::raise(SIGKILL);
-  }
-  /// Rank 0 waits for what the experts of the other leave.
-  void wait_for_results() const {
-    const PeerBuffers buffers(layer, kTokens, kTokens);
-    buffers.fill(random_tensor(DType::kBF16, {kTokens, kHidden}, 1, 3));
-    MoeLayer::Step step = layer.begin(buffers.x, buffers.output, buffers.scratch());
-    synchronize(Stream{device});
-    if (rank == 1) std::raise(SIGKILL);
-    step.compute();
-    step.finish();
-    const auto begin = steady_clock::now();
-    synchronize(Stream{device});
-    EXPECT_LT(steady_clock::now() - begin, std::chrono::seconds(1));
-  }
-  /// Kernels of rank 0 read the arena of the other, and go on when that has died.
-  void read_its_arena() const {
-    if (rank == 1) die_soon();
-    PeerMemory& peers = *communicator->peers();
-    const auto end = steady_clock::now() + kPatient;
-    while (communicator->status().empty() && steady_clock::now() < end) peers.time_links();
-    for (int i = 0; i < 10; ++i) peers.time_links();
-  }
-  /// So does its copy engine with a block.
-  void copy_its_block() const {
-    constexpr std::int64_t kBytes = std::int64_t{64} << 20;
-    std::shared_ptr<PeerBlocks> blocks;
-    ASSERT_EQ(communicator->map_blocks([&] { return std::size_t{kBytes}; }, blocks), "");
-    if (rank == 1) die_soon();
-    const Tensor here = Tensor::empty({kBytes}, DType::kU8, device);
-    const TensorView there(blocks->begin(1), DType::kU8, {kBytes}, device);
-    const OwnedStream stream(device);
-    const auto copy_all = [&] {
-      copy(there, here, stream);
-      synchronize(stream);
-    };
-    const auto end = steady_clock::now() + kPatient;
-    while (communicator->status().empty() && steady_clock::now() < end) copy_all();
-    for (int i = 0; i < 10; ++i) copy_all();
-  }
-  /// Experts move to and fro. Rank 0 has those of its last commit then, and serves on alone.
-  void move_experts() {
-    std::jthread killer;
-    if (rank == 1) killer = std::jthread(die_soon);
-    ExpertPlacement placement = *layer.placement(), next = other_than_linear();
-    const std::string error = error_text([&] {
-      while (true) {
-        layer.start_move(next);
-        layer.commit_move();
-        std::swap(placement, next);
-      }
-    });
-    EXPECT_EQ(error, "rank 1 has died or lost its connection");
-    EXPECT_EQ(layer.placement(), placement);
-    const auto left = make_thread_communicators(1, {kPatient, device});
-    layer.rebind(left[0], ExpertPlacement::linear(kExperts, 1), source_of(weights));
-    const Tensor x = random_tensor(DType::kBF16, {kTokens, kHidden}, 1, 4);
-    EXPECT_TRUE(bitwise_equal(forward(layer, x, kTokens), forward(alone, x, 0)));
-  }
-};
-
-/// Rank 0 writes the text of the Error to a file.
-TEST_F(PeerFailuresTest, DISABLED_OneProcess) {
-  if (!std::getenv(kRank)) GTEST_SKIP() << "only as a process of the tests below";
-  Process process;
-  process.serve();
-  const std::string scene = std::getenv(kScene);
-  if (scene == "results") process.wait_for_results();
-  if (scene == "arena") process.read_its_arena();
-  if (scene == "block") process.copy_its_block();
-  if (scene == "experts") process.move_experts();
-  std::string text = "nothing";
-  try {
-    process.communicator->check();
-  } catch (const Error& error) {
-    text = error.what();
-  }
-  const Tensor x = random_tensor(DType::kBF16, {kTokens, kHidden}, 1, 9);
-  EXPECT_TRUE(bitwise_equal(forward(process.alone, x, 0), forward(process.alone, x, 0)))
-      << "the GPU works on";
-  std::ofstream(process.folder / "error") << text;
-}
-
-TEST_F(PeerFailuresTest, AProcessThatIsKilledWhileTheOtherWaits) {
-  setenv(kScene, "results", 1);
-  expect_that_a_killed_rank_is_told();
-}
-
-TEST_F(PeerFailuresTest, AProcessThatIsKilledWhileTheOtherReads) {
-  for (const char* scene : {"arena", "block"}) {
-    SCOPED_TRACE(scene);
-    setenv(kScene, scene, 1);
-    expect_that_a_killed_rank_is_told();
-  }
-}
-
-/// Where each process sees its own GPU alone, too.
-TEST_F(PeerFailuresTest, AProcessThatIsKilledWhileExpertsMove) {
-  setenv(kScene, "experts", 1);
-  expect_that_a_killed_rank_is_told();
-  if (cuda_device_count() > 1) expect_that_a_killed_rank_is_told("CUDA_VISIBLE_DEVICES");
 }
 
 }  // namespace

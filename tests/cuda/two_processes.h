@@ -23,7 +23,8 @@ namespace fusedmoe::testing {
 inline constexpr const char* kRank = "FUSEDMOE_TEST_RANK";
 inline constexpr const char* kFolder = "FUSEDMOE_TEST_FOLDER";
 
-/// The ranks find each other by files, and notice who dies by their connections.
+/// The ranks find each other by files, which takes two rounds; one more is left for the test. They
+/// notice who dies by their connections.
 inline GatherCallback gather_by_files(const std::filesystem::path& folder, int rank) {
   return [folder, rank](const std::string& text) {
     static int round = 0;
@@ -39,7 +40,7 @@ inline GatherCallback gather_by_files(const std::filesystem::path& folder, int r
 /// is the rank, too.
 inline std::vector<int> run_two_processes(const std::filesystem::path& folder,
                                           const char* as_rank = kRank) {
-  for (const char* round : {"0", "1"}) std::filesystem::create_directory(folder / round);
+  for (const char* round : {"0", "1", "2"}) std::filesystem::create_directory(folder / round);
   setenv(kFolder, folder.c_str(), 1);
   std::vector<pid_t> processes(2);
   for (int rank = 0; rank < 2; ++rank) {
@@ -56,15 +57,21 @@ inline std::vector<int> run_two_processes(const std::filesystem::path& folder,
   return statuses;
 }
 
-/// Rank 1 must kill itself; rank 0 must end well and have written why to a file.
-inline void expect_that_a_killed_rank_is_told(const char* as_rank = kRank) {
+/// What the rank that is not lost has written to a file: why its communicator has ended.
+inline std::string error_in(const std::filesystem::path& folder) {
+  std::ifstream file(folder / "error");
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+/// One must be killed; the other must end well and have written why.
+inline void expect_that_a_killed_rank_is_told(const char* as_rank = kRank, int killed = 1) {
   const TemporaryDirectory folder;
   const std::vector<int> statuses = run_two_processes(folder.path(), as_rank);
-  EXPECT_TRUE(WIFEXITED(statuses[0]) && WEXITSTATUS(statuses[0]) == 0);
-  EXPECT_TRUE(WIFSIGNALED(statuses[1]) && WTERMSIG(statuses[1]) == SIGKILL);
-  std::ifstream file(folder / "error");
-  const std::string error{std::istreambuf_iterator<char>(file), {}};
-  EXPECT_EQ(error, "rank 1 has died or lost its connection");
+  const int of_killed = statuses[killed], of_other = statuses[1 - killed];
+  EXPECT_TRUE(WIFEXITED(of_other) && WEXITSTATUS(of_other) == 0);
+  EXPECT_TRUE(WIFSIGNALED(of_killed) && WTERMSIG(of_killed) == SIGKILL);
+  EXPECT_EQ(error_in(folder.path()),
+            "rank " + std::to_string(killed) + " has died or lost its connection");
 }
 
 }  // namespace fusedmoe::testing
