@@ -141,8 +141,8 @@ step "a usable GPU" quietly "$program" explain --model gpt-oss-20b --device cuda
 device=$("$program" doctor | sed -n 's/^.*cuda:0 //p')
 
 # Programs that read FUSEDMOE_TEST_EXPERTS, as tests/CMakeLists.txt has them.
-of_experts=(experts experts_shapes experts_runs golden hooks schemes schemes_parts one_token pack tune
-  context)
+of_experts=(experts experts_shapes experts_runs experts_large golden hooks schemes schemes_parts
+  one_token pack tune context)
 # run_tests LINE...: a program and the experts under test, with the GPU whose limits they shall have.
 # Programs side by side, few threads each: ctest would start a context for every case. The longest run
 # in parts.

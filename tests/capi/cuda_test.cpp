@@ -95,7 +95,7 @@ TEST(CCudaTest, LanesOverlap) {
       auto& own = args.emplace_back(sized<fusedmoe_forward_args>());
       kept.push_back(
           to_device(bf16(TinyLayer::filled({kTokens, TinyLayer::kHidden}, 10 * lane + rank)), gpu));
-      outputs.push_back(to_device(kept.back(), gpu));
+      outputs.push_back(Tensor::empty(kept.back().shape(), DType::kBF16, gpu));
       own.hidden_states = to_c(kept.back());
       own.output = to_c(outputs.back());
       ASSERT_OK(fusedmoe_layer_workspace_bytes(layers[rank].get(), kTokens, &own.workspace_bytes));

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <string>
 
 #include "fusedmoe/runtime.h"
@@ -12,6 +13,12 @@
 namespace fusedmoe::testing {
 
 inline const Device kGpu{DeviceKind::kCuda, 0};
+
+/// The experts that a run of the tests is about: those of FUSEDMOE_TEST_EXPERTS, by default sm90.
+inline std::string experts_under_test() {
+  const char* name = std::getenv("FUSEDMOE_TEST_EXPERTS");
+  return name ? name : "sm90";
+}
 inline const Device kHost{};
 
 #define FUSEDMOE_SKIP_WITHOUT_GPU()                                        \

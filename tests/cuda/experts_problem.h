@@ -42,11 +42,10 @@ inline void expect_close(const TensorView& actual, const TensorView& expected) {
   EXPECT_LE(difference.rms_element, unit * 2 * 4e-3) << difference.to_string();
 }
 
-/// The experts that a run of the tests is about: those of FUSEDMOE_TEST_EXPERTS, by default sm90.
+/// That of experts_under_test().
 inline const cuda::KernelFamily& gpu_family() {
-  const char* name = std::getenv("FUSEDMOE_TEST_EXPERTS");
   for (const cuda::KernelFamily* family : {&cuda::sm80_family(), &cuda::sm89_family()}) {
-    if (name && family->name() == name) return *family;
+    if (family->name() == experts_under_test()) return *family;
   }
   return cuda::sm90_family();
 }

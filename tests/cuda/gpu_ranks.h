@@ -85,7 +85,7 @@ inline LayerOptions options_of(Device device, bool batch_invariant) {
   LayerOptions options;
   options.device = device;
   options.batch_invariant = batch_invariant;
-  options.require = "sm90";
+  options.require = experts_under_test();
   return options;
 }
 

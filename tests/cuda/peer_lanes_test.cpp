@@ -143,7 +143,7 @@ TEST_F(PeerLanesTest, RowsOfTwoMicroBatchesOverlap) {
 TEST_F(PeerLanesTest, SumsOfTwoMicroBatchesOverlap) {
   const LayerWeights weights = make_layer_weights({small_case("bf16")});
   TwoLanes two(2, weights, [](int rank, LayerOptions& options) {
-    options.require = "sm90+no_ep";
+    options.require = experts_under_test() + "+no_ep";
     options.parallel = ParallelConfig::of({.tp_size = 2, .expert_parallel = true, .rank = rank});
   });
   EXPECT_EQ(rows_travel(*two.layers[0]), "peer memory");

@@ -27,7 +27,7 @@ TEST_F(PeerMemoryTest, RanksGiveTheOutputOfOneGpu) {
                          transport + (batch_invariant ? " per slot" : ""));
             const auto layers =
                 ranks.make(weights, kTokens, batch_invariant, [&](int, LayerOptions& options) {
-                  options.require = std::string("sm90+") + transport;
+                  options.require = experts_under_test() + "+" + transport;
                 });
             EXPECT_EQ(rows_travel(*layers[0]), "peer memory");
             std::vector<PeerBuffers> buffers;

@@ -85,7 +85,7 @@ struct RandomLayer {
     experts.seed = random.bits();
     spec.shared_experts = one_in(6);
     batch_invariant = one_in(2);
-    options.require = std::string("sm90+") + (one_in(3) ? "allgather_reducescatter" : "all2all");
+    options.require = experts_under_test() + (one_in(3) ? "+allgather_reducescatter" : "+all2all");
     RankOptions& ranks = options.ranks;
     ranks.placement = random_placement(random, experts.num_experts, size);
     if (one_in(4)) ranks.replica_choice = ReplicaChoice::kNearest;

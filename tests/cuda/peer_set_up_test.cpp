@@ -62,7 +62,7 @@ TEST_F(PeerSetUpTest, BytesAreKnownBefore) {
   MoeConfig config = layers[0]->config();
   RankOptions options;
   options.max_tokens_per_rank = 100;
-  const std::size_t bytes = select(config, "sm90+all2all").peer_bytes(options);
+  const std::size_t bytes = select(config, experts_under_test() + "+all2all").peer_bytes(options);
   EXPECT_GT(bytes, std::size_t{2 * 100 * kHidden * 2});
   EXPECT_LE(bytes, bytes_lent(ranks));
   EXPECT_LT(bytes_lent(ranks) - bytes, std::size_t{4} << 20) << "pages";
