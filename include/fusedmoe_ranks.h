@@ -107,6 +107,13 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_connect(fusedmoe_communicat
  * it lives until the next such call or as long as the communicator. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_map_peers(fusedmoe_communicator* communicator,
                                                                size_t bytes, const char** why);
+/* Collective: a second communicator of the same ranks, whose steps may overlap those of this one.
+ * It has GPU memory of its own for them, but sends no messages. `number`: which one, from 1 on, as
+ * fusedmoe_forward_args.lane; of the same number it is the same one. A failure in one ends both.
+ * The caller destroys it, before `communicator`. */
+FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_lane(fusedmoe_communicator* communicator,
+                                                          int32_t number,
+                                                          fusedmoe_communicator** lane);
 /* Ends the communicator on all ranks. */
 FUSEDMOE_C_API void fusedmoe_communicator_abort(fusedmoe_communicator* communicator,
                                                 const char* reason);
@@ -195,7 +202,8 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_placement(const fusedmoe_layer* la
  * error of one rank is one of all, and changes nothing. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_start_move(fusedmoe_layer* layer,
                                                          const char* placement);
-/* The same over another communicator of the same ranks, by a thread of its own beside forwards. */
+/* The same over another communicator of the same ranks, by a thread of its own beside forwards:
+ * between the GPUs of a host that of fusedmoe_communicator_lane() will do. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_layer_start_move_over(fusedmoe_layer* layer,
                                                               const char* placement,
                                                               fusedmoe_communicator* communicator);

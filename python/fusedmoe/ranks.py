@@ -295,6 +295,21 @@ class Communicator:
         """
         self._handle.connect()
 
+    def lane(self, number: int) -> "Communicator":
+        """A second communicator of the same ranks. All call it.
+
+        Its steps may overlap those of this one: it has memory of the GPUs of its own for them, but
+        sends no messages. A failure in one ends both. layer.start_move(placement, over=lane) brings
+        experts between the GPUs of a host beside calls of the layer.
+
+        Args:
+            number: which one, from 1 on, as `lane` of a call; of the same number it is the same.
+
+        Raises:
+            RuntimeError: on all ranks, where they give different numbers.
+        """
+        return Communicator(self._handle.lane(number))
+
     def map_peers(self, bytes: int) -> str:
         """Lets each rank's GPU lend the others so many bytes, or as many as before. All call it.
 

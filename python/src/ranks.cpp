@@ -196,6 +196,13 @@ void bind_ranks(nb::module_& module) {
             return self.communicator->map_peers(bytes);
           },
           nb::arg("bytes"))
+      .def(
+          "lane",
+          [](PyCommunicator& self, int number) {
+            const WithoutGil no_gil;
+            return PyCommunicator(self.communicator->lane(number));
+          },
+          nb::arg("number"), nb::keep_alive<0, 1>())
       .def("together",
            [](PyCommunicator& self, const std::string& failure) {
              const WithoutGil no_gil;

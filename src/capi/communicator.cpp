@@ -205,6 +205,15 @@ fusedmoe_status fusedmoe_communicator_map_peers(fusedmoe_communicator* communica
   });
 }
 
+fusedmoe_status fusedmoe_communicator_lane(fusedmoe_communicator* communicator, int32_t number,
+                                           fusedmoe_communicator** lane) {
+  return guarded([&] {
+    const fusedmoe_communicator& ranks = given(communicator, "communicator");
+    given(lane, "lane");
+    *lane = new fusedmoe_communicator{ranks.communicator->lane(number), ranks.backend, {}};
+  });
+}
+
 void fusedmoe_communicator_abort(fusedmoe_communicator* communicator, const char* reason) {
   if (communicator) communicator->communicator->abort(reason ? reason : "aborted");
 }

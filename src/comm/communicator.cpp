@@ -339,6 +339,7 @@ std::shared_ptr<Communicator> Communicator::shared_part(int color) {
 }
 
 std::shared_ptr<Communicator> Communicator::lane(int number) {
+  FUSEDMOE_CHECK(number >= 1, "lane", core::to_string(number), "at least 1");
   const auto found = impl_->lanes.find(number);
   if (found != impl_->lanes.end()) return found->second;
   const std::vector<std::string> colors = gather(core::format("lane{}", number), "making a lane");

@@ -56,10 +56,24 @@ TEST(CRanksTest, RanksConnectAndMapEachOtherWhenAsked) {
     EXPECT_OK(fusedmoe_communicator_map_peers(made[rank], 1 << 20, &why));
     EXPECT_STREQ(why, "the ranks are on CPUs");
   });
+  fusedmoe_communicator* lanes[kRanks] = {};
+  on_two_threads([&](int rank) {
+    ASSERT_OK(fusedmoe_communicator_lane(made[rank], 1, &lanes[rank]));
+    EXPECT_OK(fusedmoe_communicator_barrier(lanes[rank]));
+    auto info = sized<fusedmoe_communicator_info>();
+    EXPECT_OK(fusedmoe_communicator_get_info(lanes[rank], &info));
+    EXPECT_EQ(info.rank, rank);
+    EXPECT_EQ(info.size, kRanks);
+  });
+  const Handle<fusedmoe_communicator> first_lane(lanes[0]), second_lane(lanes[1]);
+  fusedmoe_communicator* none = nullptr;
+  EXPECT_EQ(fusedmoe_communicator_lane(made[0], 0, &none), FUSEDMOE_INVALID_ARGUMENT);
+  EXPECT_EQ(fusedmoe_communicator_lane(made[0], 1, nullptr), FUSEDMOE_INVALID_ARGUMENT);
   EXPECT_EQ(fusedmoe_communicator_map_peers(made[0], 1, nullptr), FUSEDMOE_INVALID_ARGUMENT);
   EXPECT_EQ(fusedmoe_communicator_connect(nullptr), FUSEDMOE_INVALID_ARGUMENT);
   fusedmoe_communicator_abort(made[1], "enough");
   EXPECT_EQ(fusedmoe_communicator_connect(made[0]), FUSEDMOE_COMMUNICATION);
+  EXPECT_EQ(fusedmoe_communicator_status(lanes[0]), FUSEDMOE_COMMUNICATION);
 }
 
 TEST(CRanksTest, AnEnginesCollectiveFindsTheRanks) {

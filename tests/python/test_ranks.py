@@ -76,6 +76,11 @@ def test_ranks_that_are_not_here_are_simulated():
 def test_ranks_connect_and_map_each_other_when_asked():
     communicators = fusedmoe.Communicator.threads(RANKS, timeout=60)
     assert run_threads(lambda r: communicators[r].connect()) == [None, None]
+    lanes = run_threads(lambda r: communicators[r].lane(1))
+    assert [lane.rank for lane in lanes] == [0, 1] and lanes[0].size == RANKS
+    assert run_threads(lambda r: lanes[r].barrier()) == [None, None]
+    with pytest.raises(ValueError, match="lane"):
+        communicators[0].lane(0)
     why = run_threads(lambda r: communicators[r].map_peers(1 << 20))
     assert why == ["the ranks are on CPUs"] * 2
     shape = dict(num_experts=8, topk=4, hidden=512, intermediate=512)
