@@ -211,7 +211,9 @@ class Server final : public ControlPlane {
         const std::optional<std::string> text =
             board_.read(name, milliseconds(static_cast<std::int64_t>(wait)));
         const Found found = text ? Found::kFound : Found::kNothing;
-        return write(socket, found, text.value_or("")) ? Next::kGoOn : Next::kLost;
+        // Who has gone may have said why: what has come is read to its end.
+        if (!write(socket, found, text.value_or(""))) socket.stop_reading();
+        return Next::kGoOn;
       }
       default:
         return Next::kLost;

@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <optional>
 #include <stdexcept>
+#include <string_view>
 #include <utility>
 
 #include "fusedmoe/comm.h"
@@ -165,6 +166,31 @@ TEST(TcpControlTest, ARankThatIsKilledIsNoticedAtOnce) {
   const auto errors =
       errors_of_ranks(1, [&](int) { Communicator(1, 2, client, nullptr, {kPatient}); });
   EXPECT_EQ(errors[0], "rank 0 has died or lost its connection");
+}
+
+/// Rank 0 was stopped meanwhile, and has the question of a rank to answer that has said why it
+/// goes.
+TEST(TcpControlTest, TheReasonOfARankThatHasGoneIsRead) {
+  const auto request = [](std::uint32_t kind, std::string_view name, std::uint64_t value) {
+    const std::uint32_t words[] = {kind, static_cast<std::uint32_t>(name.size())};
+    std::string text(reinterpret_cast<const char*>(words), sizeof words);
+    text.append(reinterpret_cast<const char*>(&value), sizeof value);
+    return text.append(name);
+  };
+  const std::string_view reason = "rank 1: waited for rank 0";
+  int calls = 0;
+  const auto gather = [&](const std::string& text) {
+    if (++calls == 2) {
+      const std::string question = request(1, "never", 100);  // milliseconds
+      std::string says = greeting_of(1, token_in(text));
+      for (int i = 0; i < 3; ++i) says += question;
+      says += request(0, "failure", reason.size());
+      RawSocket(std::stoi(text), says.append(reason));
+    }
+    return std::vector<std::string>(2, text);
+  };
+  const auto control = make_control_plane(0, 2, gather, kPatient);
+  EXPECT_EQ(control->read("failure", kPatient), reason);
 }
 
 /// A rank that computes for longer than rank 0 waits for it learns why that one has ended.
