@@ -27,6 +27,13 @@ from .options import (
     LayerOptions,
     SharedExperts,
 )
+from .placement import (
+    BalancedLayer,
+    LoadWindow,
+    balance,
+    linear_placement,
+    round_robin_placement,
+)
 from .quant import (
     QuantizedMatrix,
     dequantize_weights,
@@ -35,14 +42,7 @@ from .quant import (
     quantize_weights,
     schemes,
 )
-from .ranks import (
-    BalancedLayer,
-    Communicator,
-    LoadWindow,
-    balance,
-    linear_placement,
-    round_robin_placement,
-)
+from .ranks import Communicator
 from .router import route, router_logits
 from .selection import Candidate, Selection, SimulatedStep, explain, rank_costs
 

@@ -9,7 +9,7 @@ from . import _core
 from ._arrays import Array, Path, array, checked, invalid
 from .checkpoint import Checkpoint
 from .options import DeviceConfig, ExplainConfig, names, takes
-from .ranks import linear_placement
+from .placement import linear_placement
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
