@@ -209,7 +209,7 @@ class Ends {
 };
 
 /// Dispatch and combine through peer memory are timed together. per_rank gives the costs of either.
-/// per_slot dispatches as per_rank does, so its combine is what is left of its time.
+/// The dispatch of per_slot is the same, so the rest of its time is its combine.
 void fit_peer_memory(const Ends& ends, const std::string& source, RowCosts& costs) {
   const auto is = [](CombineMode combine) {
     return [combine](const RankRow& row) { return row.is_one_time() && row.combine == combine; };

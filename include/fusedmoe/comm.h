@@ -126,11 +126,11 @@ struct CommunicatorOptions {
   /// predicted to be faster for (rank_costs() in simulation.h). False on one rank: all send
   /// messages. True: rows of every forward go so, also where ranks share a GPU. Kernels of a rank
   /// wait for those of another on that GPU, so one thread must begin the steps of all ranks before
-  /// it computes any, or each rank needs a process of its own. Sums in two shots
-  /// (docs/expert-parallel.md), of more than 6 MiB or behind a transport need a thread and a stream
-  /// for each rank. Where rows or sums go so, by default too, steps of one communicator that
-  /// overlap are an Error, and steps or replays of graphs on several streams must be ordered by
-  /// events of the caller.
+  /// it computes any, or each rank needs a process of its own. There each rank needs a thread and a
+  /// stream of its own for sums of more than 6 MiB, for those behind a transport, and for those in
+  /// two shots (docs/expert-parallel.md). Where rows or sums go so, by default too, steps of one
+  /// communicator that overlap are an Error, and steps or replays of graphs on several streams must
+  /// be ordered by events of the caller.
   std::optional<bool> peer_memory;
 };
 

@@ -11,8 +11,9 @@
 
 namespace fusedmoe {
 
-/// As one rank sees them. Its GPU must read none of them any more when it drops them; the memory of
-/// a block lives as long as any rank maps it.
+/// The blocks of all ranks, as one rank has mapped them. Who destroys this object makes sure that
+/// this rank's GPU reads none of them any more. The memory of a block lives as long as any rank
+/// maps it.
 class PeerBlocks {
  public:
   /// What all ranks of a communicator are told.

@@ -60,8 +60,9 @@ inline bool has_kernels(const QuantScheme& scheme, DType dtype) {
     GTEST_SKIP() << ::fusedmoe::testing::gpu_family().name() << " does not run it"; \
   }
 
-/// Says once in a run which code the driver takes of the experts under test: what it was compiled
-/// for as PTX, and for which GPU it is machine code, of the build or of the driver's compiler.
+/// Prints once in a run which code of the experts under test the driver runs: for which compute
+/// capability its PTX was compiled, and for which its machine code, be it in the program or made of
+/// that PTX by the driver.
 class CodeOfTheExperts : public ::testing::Environment {
   void SetUp() override {
     const cuda::KernelFamily& family = gpu_family();

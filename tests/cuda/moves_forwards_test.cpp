@@ -1,5 +1,5 @@
-// Experts of GPUs that are brought beside many forwards, and put in place between them: the bits
-// stay those of one GPU, in every forward.
+// Experts move between GPUs while the layer runs many forwards: start_move() brings them beside
+// forwards, commit_move() comes between two. Every output has the bits that one GPU gives.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -130,25 +130,36 @@ struct Launches {
   }
 };
 
+/// A layer on two ranks, whose first steps have loaded all that they need.
+struct LoadedLayer {
+  LoadedLayer() : layers(ranks.make(make_layer_weights({small_case("bf16")}), kTokens)) {
+    for (int r = 0; r < 2; ++r) buffers.emplace_back(*layers[r], tokens_of(r), kTokens);
+    options.stream = stream;
+    options.max_tokens = kTokens;
+    run_all(layers, buffers, options);
+    run_all(layers, buffers, options, true);
+    synchronize(stream);
+  }
+  const MoeLayer& layer() const { return *layers[0]; }
+  const PeerBuffers& own() const { return buffers[0]; }
+
+  const PeerRanks ranks{2};
+  const std::vector<std::unique_ptr<MoeLayer>> layers;
+  std::vector<PeerBuffers> buffers;
+  const OwnedStream stream{kGpu};
+  ForwardOptions options;
+};
+
 /// With nothing between compute and finish, the kernel that sums also tells that the experts have
 /// ended.
 TEST_F(PeerMemoryTest, AForwardIsOneLaunchLessThanItsParts) {
-  const LayerWeights weights = make_layer_weights({small_case("bf16")});
-  const PeerRanks ranks(2);
-  const auto layers = ranks.make(weights, kTokens);
-  std::vector<PeerBuffers> buffers;
-  for (int r = 0; r < 2; ++r) buffers.emplace_back(*layers[r], tokens_of(r), kTokens);
-  const OwnedStream stream(kGpu);
-  ForwardOptions options;
-  options.stream = stream;
-  options.max_tokens = kTokens;
-  run_all(layers, buffers, options);  // loads what it needs
-  synchronize(stream);
-  const PeerBuffers& own = buffers[0];
-  const Launches whole(stream,
-                       [&] { layers[0]->forward(own.x, own.output, own.scratch(), options); });
-  const Launches parts(stream, [&] {
-    MoeLayer::Step step = layers[0]->begin(own.x, own.output, own.scratch(), options);
+  const LoadedLayer loaded;
+  const PeerBuffers& own = loaded.own();
+  const Launches whole(loaded.stream, [&] {
+    loaded.layer().forward(own.x, own.output, own.scratch(), loaded.options);
+  });
+  const Launches parts(loaded.stream, [&] {
+    MoeLayer::Step step = loaded.layer().begin(own.x, own.output, own.scratch(), loaded.options);
     step.compute();
     step.finish();
   });
@@ -158,23 +169,14 @@ TEST_F(PeerMemoryTest, AForwardIsOneLaunchLessThanItsParts) {
 /// Rows are shown while the router's kernel chooses; with the caller's ids nothing of ours is
 /// before.
 TEST_F(PeerMemoryTest, RowsAreShownWhileTheRouterChooses) {
-  const LayerWeights weights = make_layer_weights({small_case("bf16")});
-  const PeerRanks ranks(2);
-  const auto layers = ranks.make(weights, kTokens);
-  std::vector<PeerBuffers> buffers;
-  for (int r = 0; r < 2; ++r) buffers.emplace_back(*layers[r], tokens_of(r), kTokens);
-  const OwnedStream stream(kGpu);
-  ForwardOptions options;
-  options.stream = stream;
-  options.max_tokens = kTokens;
-  run_all(layers, buffers, options);
-  run_all(layers, buffers, options, true);
-  synchronize(stream);
-  const PeerBuffers& own = buffers[0];
-  const Launches routes(stream,
-                        [&] { layers[0]->forward(own.x, own.output, own.scratch(), options); });
-  const Launches routed(stream, [&] {
-    layers[0]->forward_routed(own.x, {own.ids, own.weights}, own.output, own.scratch(), options);
+  const LoadedLayer loaded;
+  const PeerBuffers& own = loaded.own();
+  const Launches routes(loaded.stream, [&] {
+    loaded.layer().forward(own.x, own.output, own.scratch(), loaded.options);
+  });
+  const Launches routed(loaded.stream, [&] {
+    loaded.layer().forward_routed(own.x, {own.ids, own.weights}, own.output, own.scratch(),
+                                  loaded.options);
   });
   EXPECT_EQ(routes.early, routed.early + 1);
 }

@@ -369,8 +369,8 @@ std::vector<Variant> families_for(const MoeConfig& config) {
   return result;
 }
 
-/// What one family packed, on the device and in a file, gives in another the bits that its own
-/// packed weights give. Returns how many pairs of families there were.
+/// Each family packs the weights. With those of another, from the device or from a file, it must
+/// give the same bits as with its own. Returns how many pairs of families there were.
 int expect_packed_for_others(const Rows& rows, const std::filesystem::path& file) {
   SCOPED_TRACE(rows.name());
   Case spec;
