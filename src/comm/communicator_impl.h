@@ -73,7 +73,7 @@ struct Communicator::Impl {
   std::variant<std::vector<std::string>, std::string> offer(
       Communicator& communicator, const std::function<std::string()>& part) const;
   void map_block(int owner, const std::function<void()>& map) const;
-  PeerBlocks::Place place() const;
+  PeerGroup peer_group() const;
   std::string map_blocks(Communicator& communicator, const std::function<std::size_t()>& bytes,
                          std::shared_ptr<PeerBlocks>& made);
   std::string map_arenas(Communicator& communicator, std::size_t bytes,

@@ -136,10 +136,10 @@ void Communicator::Impl::map_block(int owner, const std::function<void()>& map) 
   }
 }
 
-PeerBlocks::Place Communicator::Impl::place() const {
-  PeerBlocks::Place place{options.device, rank, size, {}};
-  for (int r = 0; r < size; ++r) place.names.push_back(global(r));
-  return place;
+PeerGroup Communicator::Impl::peer_group() const {
+  PeerGroup group{options.device, rank, size, {}};
+  for (int r = 0; r < size; ++r) group.names.push_back(global(r));
+  return group;
 }
 
 /// Makes a block of each rank, each of its own size, and maps them all.
@@ -148,7 +148,7 @@ std::string Communicator::Impl::map_blocks(Communicator& communicator,
                                            std::shared_ptr<PeerBlocks>& made) {
   std::unique_ptr<comm::DescriptorSocket> socket;
   const auto offered = offer(communicator, [&] {
-    made = PeerBlocks::make(place(), bytes());
+    made = PeerBlocks::make(peer_group(), bytes());
     socket = std::make_unique<comm::DescriptorSocket>();
     return Offer{made->mark(), made->bytes(), socket->address()}.text();
   });
@@ -190,10 +190,10 @@ std::string Communicator::Impl::map_arenas(Communicator& communicator, std::size
       communicator, [&] { return bytes; }, arenas);
   if (!reason.empty()) return reason;
   const auto timed = offer(communicator, [&]() -> std::string {
-    const PeerBlocks::Place here = place();
-    made = PeerMemory::make(here, options.timeout, arenas);
+    const PeerGroup group = peer_group();
+    made = PeerMemory::make(group, options.timeout, arenas);
     made->time_links();
-    return comm::slow_link(made->links(), rank, here.names);
+    return comm::slow_link(made->links(), rank, group.names);
   });
   if (const auto* why = std::get_if<std::string>(&timed)) return *why;
   slow_peers.clear();

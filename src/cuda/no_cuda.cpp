@@ -63,11 +63,11 @@ std::string make_nccl_unique_id() {
   fail();
 }
 
-std::shared_ptr<PeerBlocks> PeerBlocks::make(const Place&, std::size_t) {
+std::shared_ptr<PeerBlocks> PeerBlocks::make(const PeerGroup&, std::size_t) {
   fail();
 }
 
-std::shared_ptr<PeerMemory> PeerMemory::make(const PeerBlocks::Place&, std::chrono::milliseconds,
+std::shared_ptr<PeerMemory> PeerMemory::make(const PeerGroup&, std::chrono::milliseconds,
                                              std::shared_ptr<PeerBlocks>) {
   fail();
 }

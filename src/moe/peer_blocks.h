@@ -11,23 +11,24 @@
 
 namespace fusedmoe {
 
+/// The ranks that map each other's memory, as one of them sees them.
+struct PeerGroup {
+  Device device;  ///< of this rank
+  int rank = 0, size = 1;
+  std::vector<int> names;  ///< of the ranks, in errors
+};
+
 /// The blocks of all ranks, as one rank has mapped them. Who destroys this object makes sure that
 /// this rank's GPU reads none of them any more. The memory of a block lives as long as any rank
 /// maps it.
 class PeerBlocks {
  public:
-  /// What all ranks of a communicator are told.
-  struct Place {
-    Device device;  ///< of this rank
-    int rank = 0, size = 1;
-    std::vector<int> names;  ///< of the ranks, in errors
-  };
   /// At the beginning of each block: its mark, and what who uses the block may have there.
   static constexpr std::size_t kHeadBytes = 256;
 
   /// With this rank's block: of at least so many bytes, zeros behind the mark. Throws Error where
   /// its GPU cannot lend it.
-  static std::shared_ptr<PeerBlocks> make(const Place& place, std::size_t bytes);
+  static std::shared_ptr<PeerBlocks> make(const PeerGroup& group, std::size_t bytes);
 
   virtual ~PeerBlocks() = default;
   /// Of this rank's block, with its head.

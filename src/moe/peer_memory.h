@@ -89,7 +89,7 @@ struct PeerParts {
 class PeerMemory {
  public:
   /// `arenas`: mapped, of the same bytes on all ranks. `patience`: of each wait.
-  static std::shared_ptr<PeerMemory> make(const PeerBlocks::Place& place,
+  static std::shared_ptr<PeerMemory> make(const PeerGroup& group,
                                           std::chrono::milliseconds patience,
                                           std::shared_ptr<PeerBlocks> arenas);
 

@@ -128,8 +128,8 @@ std::shared_ptr<PackedWeights> CudaPackedWeights::extract_expert(std::int64_t ex
 PackedParts CudaPackedWeights::expert_parts(std::int64_t expert) const {
   core::check_expert_index(info(), expert);
   CudaPackedWeights one(core::info_of_one(info()), *kernels_);
-  one.w13_.show(w13_, expert);
-  one.w2_.show(w2_, expert);
+  one.w13_.view_expert(w13_, expert);
+  one.w2_.view_expert(w2_, expert);
   return one.parts();
 }
 
@@ -167,7 +167,7 @@ void PackedMatrices::put(std::int64_t expert, const PackedMatrices& from, std::i
   put_host_values(expert, from, from_expert);
 }
 
-void PackedMatrices::show(const PackedMatrices& from, std::int64_t expert) {
+void PackedMatrices::view_expert(const PackedMatrices& from, std::int64_t expert) {
   lay_out_as(from);
   for (const Array& each : kArrays) {
     const Tensor& all = from.*each.tensor;

@@ -36,8 +36,8 @@ class PackedMatrices {
   /// Everything of an expert, from matrices that have the same arrays. Only enqueued.
   void put(std::int64_t expert, const PackedMatrices& from, std::int64_t from_expert,
            Stream stream);
-  /// Becomes that expert alone, whose arrays are parts of those of `from`.
-  void show(const PackedMatrices& from, std::int64_t expert);
+  /// Becomes a view of that expert alone: its arrays are parts of those of `from`.
+  void view_expert(const PackedMatrices& from, std::int64_t expert);
   /// How many scales multiply the results of a tile and a K block. Kernels take that of all experts
   /// as an argument, so a graph holds it; 0: none.
   int scales_a_tile() const { return !block_scales_ ? 0 : two_scales_a_tile_ ? 2 : 16; }

@@ -51,8 +51,8 @@ std::uint64_t draw_mark() {
 
 class CudaPeerBlocks final : public PeerBlocks {
  public:
-  CudaPeerBlocks(const Place& of, std::size_t bytes)
-      : place_(of), stream_(of.device), mapped_(static_cast<std::size_t>(of.size)) {
+  CudaPeerBlocks(const PeerGroup& of, std::size_t bytes)
+      : group_(of), stream_(of.device), mapped_(static_cast<std::size_t>(of.size)) {
     const auto block = std::make_shared<MappedMemory>(bytes, of.device);
     const std::uint64_t mark = draw_mark();
     const core::DeviceRuntime& runtime = core::runtime_of(of.device);
@@ -70,44 +70,44 @@ class CudaPeerBlocks final : public PeerBlocks {
     return reinterpret_cast<std::byte*>(blocks_.heads[rank]);
   }
 
-  std::uint64_t mark() const override { return marks_[place_.rank]; }
+  std::uint64_t mark() const override { return marks_[group_.rank]; }
   bool map(int rank, std::uint64_t mark) override {
     const std::shared_ptr<MappedMemory> block = lent().find(mark);
     if (!block) return false;
-    const core::CurrentDevice current(place_.device);
-    block->allow(place_.device);
+    const core::CurrentDevice current(group_.device);
+    block->allow(group_.device);
     set(rank, mark, block);
     return true;
   }
   int descriptor() const override { return own().descriptor(); }
   void map_descriptor(int rank, std::uint64_t mark, int descriptor, std::size_t bytes) override {
-    set(rank, mark, std::make_shared<MappedMemory>(descriptor, bytes, place_.device));
+    set(rank, mark, std::make_shared<MappedMemory>(descriptor, bytes, group_.device));
   }
 
   void check_marks() override {
-    const core::CurrentDevice current(place_.device);
+    const core::CurrentDevice current(group_.device);
     BlockHead own;
     read_marks(blocks_, stream_);
-    core::runtime_of(place_.device).copy(&own, begin(place_.rank), sizeof own, stream_);
+    core::runtime_of(group_.device).copy(&own, begin(group_.rank), sizeof own, stream_);
     synchronize(stream_);
-    for (int r = 0; r < place_.size; ++r) {
+    for (int r = 0; r < group_.size; ++r) {
       if (own.found[r] == marks_[r]) continue;
       throw Error::communication(core::format(
-          "its GPU does not read what the GPU of rank {} has written", place_.names[r]));
+          "its GPU does not read what the GPU of rank {} has written", group_.names[r]));
     }
   }
 
  private:
   static_assert(sizeof(BlockHead) <= kHeadBytes);
 
-  const MappedMemory& own() const { return *mapped_[static_cast<std::size_t>(place_.rank)]; }
+  const MappedMemory& own() const { return *mapped_[static_cast<std::size_t>(group_.rank)]; }
   void set(int rank, std::uint64_t mark, const std::shared_ptr<MappedMemory>& block) {
     mapped_[static_cast<std::size_t>(rank)] = block;
     marks_[rank] = mark;
     blocks_.heads[rank] = reinterpret_cast<BlockHead*>(block->data());
   }
 
-  const Place place_;
+  const PeerGroup group_;
   const OwnedStream stream_;
   std::vector<std::shared_ptr<MappedMemory>> mapped_;  // of each rank
   MappedBlocks blocks_;
@@ -117,12 +117,12 @@ class CudaPeerBlocks final : public PeerBlocks {
 }  // namespace
 }  // namespace cuda
 
-std::shared_ptr<PeerBlocks> PeerBlocks::make(const Place& place, std::size_t bytes) {
-  if (place.size > cuda::kMostPeers) {
+std::shared_ptr<PeerBlocks> PeerBlocks::make(const PeerGroup& group, std::size_t bytes) {
+  if (group.size > cuda::kMostPeers) {
     throw Error::communication(core::format("{} ranks: at most {} can map each other's memory",
-                                            place.size, cuda::kMostPeers));
+                                            group.size, cuda::kMostPeers));
   }
-  return std::make_shared<cuda::CudaPeerBlocks>(place, bytes);
+  return std::make_shared<cuda::CudaPeerBlocks>(group, bytes);
 }
 
 }  // namespace fusedmoe

@@ -68,26 +68,26 @@ bool is_at_work(Stream stream) {
 
 class CudaPeerMemory final : public PeerMemory {
  public:
-  CudaPeerMemory(const PeerBlocks::Place& of, std::chrono::nanoseconds patience,
+  CudaPeerMemory(const PeerGroup& of, std::chrono::nanoseconds patience,
                  std::shared_ptr<PeerBlocks> arenas)
-      : place_(of),
+      : group_(of),
         pinned_(core::runtime_of(of.device).allocate_pinned(sizeof(Pinned), of.device)),
         shared_(new (pinned_.get()) Pinned),
         arenas_(std::move(arenas)) {
     const core::CurrentDevice current(of.device);
     load_step_kernels();
-    step_.peers.rank = of.rank;
-    step_.peers.size = of.size;
+    context_.peers.rank = of.rank;
+    context_.peers.size = of.size;
     for (int r = 0; r < of.size; ++r) {
-      step_.peers.arenas[r] = reinterpret_cast<ArenaHead*>(arenas_->begin(r));
+      context_.peers.arenas[r] = reinterpret_cast<ArenaHead*>(arenas_->begin(r));
     }
-    step_.patience = {static_cast<std::uint64_t>(patience.count()), &shared_->abort};
-    step_.record = &shared_->record;
+    context_.patience = {static_cast<std::uint64_t>(patience.count()), &shared_->abort};
+    context_.record = &shared_->record;
   }
   /// Its kernels, which end at their deadline at the latest, use what it holds.
   ~CudaPeerMemory() override {
     try {
-      const core::CurrentDevice current(place_.device);
+      const core::CurrentDevice current(group_.device);
       cudaDeviceSynchronize();
     } catch (const Error&) {
       // A kernel of the program has failed: none runs any more.
@@ -99,15 +99,15 @@ class CudaPeerMemory final : public PeerMemory {
   void time_links() override {
     constexpr std::size_t kBytes = std::size_t{64} << 20;
     constexpr int kWords = 64;
-    const core::CurrentDevice current(place_.device);
-    const OwnedStream stream(place_.device);
-    links_.assign(static_cast<std::size_t>(place_.size), {});
+    const core::CurrentDevice current(group_.device);
+    const OwnedStream stream(group_.device);
+    links_.assign(static_cast<std::size_t>(group_.size), {});
     for (std::size_t i = 0; i < links_.size(); ++i) {
       // Each rank begins with another one, so that the arenas are read at the same time.
-      const std::size_t rank = (static_cast<std::size_t>(place_.rank) + i) % links_.size();
-      const ArenaHead& arena = *step_.peers.arenas[rank];
+      const std::size_t rank = (static_cast<std::size_t>(group_.rank) + i) % links_.size();
+      const ArenaHead& arena = *context_.peers.arenas[rank];
       const auto milliseconds = [&](const auto& read) {
-        Event begin(place_.device), end(place_.device);
+        Event begin(group_.device), end(group_.device);
         begin.record(stream);
         read();
         end.record(stream);
@@ -122,25 +122,25 @@ class CudaPeerMemory final : public PeerMemory {
   }
   const std::vector<PeerLink>& links() const override { return links_; }
 
-  std::byte* own() const override { return arenas_->begin(place_.rank); }
+  std::byte* own() const override { return arenas_->begin(group_.rank); }
   bool is_used() const override { return is_used_; }
 
   void share_gpu(int lanes) override {
-    if (lanes > step_.lanes && is_used_) {
+    if (lanes > context_.lanes && is_used_) {
       throw Error::unsupported(
           Reason::kParallelConfig, "options.ranks.lanes",
           core::format("options.ranks.lanes {}: layers with {} have run, whose kernels may wait on "
                        "too much of the GPU: make the layer with most lanes first",
-                       lanes, step_.lanes));
+                       lanes, context_.lanes));
     }
-    step_.lanes = std::max(step_.lanes, lanes);
+    context_.lanes = std::max(context_.lanes, lanes);
   }
-  int lanes() const override { return step_.lanes; }
+  int lanes() const override { return context_.lanes; }
 
   std::string failure() const override {
     const FailureRecord& record = shared_->record;
     if (HostWords::load_acquire(&record.is_written) == 0) return {};
-    return to_string(record, place_.rank, step_.patience, place_.names);
+    return to_string(record, group_.rank, context_.patience, group_.names);
   }
   void abort() noexcept override { HostWords::store(&shared_->abort, 1); }
   bool has_ended() const override {
@@ -151,19 +151,19 @@ class CudaPeerMemory final : public PeerMemory {
   void publish(const PeerStep& step, const PublishedRows& rows, Stream stream) override {
     is_used_ = true;
     if (in_step_.exchange(true)) throw overlapping();
-    const core::CurrentDevice current(place_.device);
-    publish_rows(step_, step, rows, is_route(last_recorded(stream)), stream);
+    const core::CurrentDevice current(group_.device);
+    publish_rows(context_, step, rows, is_route(last_recorded(stream)), stream);
     recorded_ = last_recorded(stream);
     told_ = false;
   }
   void pull(const PeerStep& step, const PulledRows& rows, Stream stream) override {
-    const core::CurrentDevice current(place_.device);
+    const core::CurrentDevice current(group_.device);
     SlotCount count;
     if (rows.counts_slots) count = {&shared_->slots, ++counts_};
-    pull_rows(step_, step, rows, count, follows_own(stream), stream);
+    pull_rows(context_, step, rows, count, follows_own(stream), stream);
   }
   std::optional<std::int64_t> local_slots(Stream stream) override {
-    const core::CurrentDevice current(place_.device);
+    const core::CurrentDevice current(group_.device);
     constexpr int kLooks = 1024;  // between those at the stream
     for (int looks = 1;; ++looks) {
       const bool has_ended = looks % kLooks == 0 && !is_at_work(stream);
@@ -174,35 +174,35 @@ class CudaPeerMemory final : public PeerMemory {
     }
   }
   void tell_results(const PeerStep& step, Stream stream) override {
-    const core::CurrentDevice current(place_.device);
-    cuda::tell_results(step_, step, stream);
+    const core::CurrentDevice current(group_.device);
+    cuda::tell_results(context_, step, stream);
     recorded_ = last_recorded(stream);
     told_ = true;
   }
   void sum(const PeerStep& step, const PeerSum& sum, Stream stream) override {
-    const core::CurrentDevice current(place_.device);
+    const core::CurrentDevice current(group_.device);
     const SumFollows follows = !told_                ? SumFollows::kExperts
                                : follows_own(stream) ? SumFollows::kTelling
                                                      : SumFollows::kOther;
-    sum_results(step_, step, sum, follows, stream);
+    sum_results(context_, step, sum, follows, stream);
     in_step_ = false;
   }
 
   void tell_parts(const PeerParts& parts, Stream stream) override {
     is_used_ = true;
     if (parts_told_.exchange(true)) throw overlapping();
-    const core::CurrentDevice current(place_.device);
-    sum_parts(step_, piece(parts, 0), SumPhases::kTell, stream);
+    const core::CurrentDevice current(group_.device);
+    sum_parts(context_, piece(parts, 0), SumPhases::kTell, stream);
   }
   void add_parts(const PeerParts& parts, bool told, Stream stream) override {
     is_used_ = true;
     if (parts_told_.exchange(false) != told) throw overlapping();
-    const core::CurrentDevice current(place_.device);
+    const core::CurrentDevice current(group_.device);
     // Without tokens too: the ranks compare how many they have.
-    sum_parts(step_, piece(parts, 0), told ? SumPhases::kAdd : SumPhases::kAll, stream);
+    sum_parts(context_, piece(parts, 0), told ? SumPhases::kAdd : SumPhases::kAll, stream);
     const std::int64_t at_once = tokens_at_once(parts), num_tokens = parts.partial.size(0);
     for (std::int64_t first = at_once; first < num_tokens; first += at_once) {
-      sum_parts(step_, piece(parts, first), SumPhases::kAll, stream);
+      sum_parts(context_, piece(parts, first), SumPhases::kAll, stream);
     }
   }
 
@@ -236,12 +236,12 @@ class CudaPeerMemory final : public PeerMemory {
   /// step. False without a graph, where a step waits for the host anyway.
   bool follows_own(Stream stream) const { return recorded_ && recorded_ == last_recorded(stream); }
 
-  const PeerBlocks::Place place_;
+  const PeerGroup group_;
   const std::shared_ptr<void> pinned_;
   Pinned* const shared_;
   const std::shared_ptr<PeerBlocks> arenas_;
   std::vector<PeerLink> links_;  // to each rank
-  PeerPlace step_;
+  PeerContext context_;
   cudaGraphNode_t recorded_ = nullptr;  // of publish() or tell_results(), whichever came last
   std::uint32_t counts_ = 0;            // of slots, by pull()
   bool told_ = false;                   // tell_results() has come in this step
@@ -251,10 +251,10 @@ class CudaPeerMemory final : public PeerMemory {
 }  // namespace
 }  // namespace cuda
 
-std::shared_ptr<PeerMemory> PeerMemory::make(const PeerBlocks::Place& place,
+std::shared_ptr<PeerMemory> PeerMemory::make(const PeerGroup& group,
                                              std::chrono::milliseconds patience,
                                              std::shared_ptr<PeerBlocks> arenas) {
-  return std::make_shared<cuda::CudaPeerMemory>(place, patience, std::move(arenas));
+  return std::make_shared<cuda::CudaPeerMemory>(group, patience, std::move(arenas));
 }
 
 }  // namespace fusedmoe

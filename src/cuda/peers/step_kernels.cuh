@@ -30,7 +30,7 @@ struct Team {
 inline constexpr int kMostThreads = 1024;
 
 struct StepParams {
-  PeerPlace place;
+  PeerContext context;
   StepKey fixed_key;               // without the placement
   const std::uint32_t* placement;  // as in PeerStep
   std::int32_t topk, most_tokens;
@@ -43,9 +43,9 @@ struct StepParams {
   }
 };
 
-inline StepParams step_params(const PeerPlace& place, const PeerStep& step) {
+inline StepParams step_params(const PeerContext& context, const PeerStep& step) {
   StepParams p{};
-  p.place = place;
+  p.context = context;
   p.fixed_key = {step.layer, static_cast<std::uint32_t>(step.most_tokens),
                  static_cast<std::uint32_t>(step.topk), static_cast<std::uint32_t>(step.row_bytes)};
   p.placement = step.placement;
@@ -63,19 +63,19 @@ __device__ Value* in_arena(const Peers& peers, int rank, std::int64_t offset) {
 
 /// As in ArenaHead.
 __device__ inline std::uint32_t number_before(const StepParams& p, Round round) {
-  return DeviceWords::load(&p.place.peers.own().before[static_cast<int>(round)]);
+  return DeviceWords::load(&p.context.peers.own().before[static_cast<int>(round)]);
 }
 
 /// By all threads of a block: waits until all ranks have come to the round. False, for all of them:
 /// the step has failed. `before`: as in ArenaHead.
 __device__ inline bool await_all(const StepParams& p, Round round, std::uint32_t before) {
-  const Peers& peers = p.place.peers;
+  const Peers& peers = p.context.peers;
   const int from = static_cast<int>(threadIdx.x);
   const bool here =
       from >= peers.size || await_signal<DeviceWords>(peers, round, p.key(), from, before,
-                                                      p.place.patience, blockIdx.x == 0);
+                                                      p.context.patience, blockIdx.x == 0);
   if (__syncthreads_and(here)) return true;
-  if (threadIdx.x == 0) give_up<DeviceWords>(peers, round, p.key(), before, *p.place.record);
+  if (threadIdx.x == 0) give_up<DeviceWords>(peers, round, p.key(), before, *p.context.record);
   return false;
 }
 __device__ inline bool await_all(const StepParams& p, Round round) {
@@ -87,7 +87,7 @@ __device__ inline bool await_all(const StepParams& p, Round round) {
 /// Returns, to the first warp alone, whether this is that block.
 __device__ inline bool signal_when_all_done(const StepParams& p, Round round,
                                             std::uint32_t before) {
-  const Peers& peers = p.place.peers;
+  const Peers& peers = p.context.peers;
   const StepKey key = p.key();
   const int to = static_cast<int>(threadIdx.x);
   __syncthreads();
@@ -129,7 +129,7 @@ void launch_teams(Kernel kernel, std::int64_t pieces, Stream stream, bool overla
                   const Params& params, bool together = false) {
   const std::int64_t most = together && pieces <= TeamType::kMost
                                 ? 1
-                                : multiprocessor_count(stream.device) / params.step.place.lanes;
+                                : multiprocessor_count(stream.device) / params.step.context.lanes;
   const std::int64_t teams =
       std::clamp<std::int64_t>(core::ceil_div(pieces, most), 1, TeamType::kMost);
   const std::int64_t blocks = std::clamp<std::int64_t>(core::ceil_div(pieces, teams), 1, most);

@@ -101,7 +101,7 @@ struct Choice {
   }
   __device__ void publish(const PublishParams& p, int token, int i) const {
     const StepParams& s = p.step;
-    const Peers& peers = s.place.peers;
+    const Peers& peers = s.context.peers;
     const std::int64_t row = std::int64_t{peers.rank} * s.most_tokens + token;
     const std::int64_t slot = row * s.topk + i % s.topk;
     in_arena<std::int32_t>(peers, i / s.topk, s.ids)[slot] = p.replicas.choose(id, token);
@@ -114,7 +114,7 @@ struct Choice {
 __global__ void __launch_bounds__(kMostThreads)
     publish_kernel(const __grid_constant__ PublishParams p) {
   const StepParams& s = p.step;
-  const Peers& peers = s.place.peers;
+  const Peers& peers = s.context.peers;
   let_next_launch_begin();
   const std::uint32_t is_dead = DeviceWords::load(&peers.own().dead);
   const std::uint32_t before = number_before(s, Round::kDispatch);
@@ -169,7 +169,7 @@ bool reads_ahead(const PeerStep& step, int ranks) {
 /// Ahead of the rows, as the host waits for it; the last block tells it.
 __device__ void count_slots(const PullParams& p) {
   const StepParams& s = p.step;
-  const Peers& peers = s.place.peers;
+  const Peers& peers = s.context.peers;
   ArenaHead& own = peers.own();
   const auto* ids = in_arena<const std::int32_t>(peers, peers.rank, s.ids);
   const int slots = peers.size * s.most_tokens * s.topk;
@@ -212,7 +212,7 @@ __device__ bool finds_expert(const PullParams& p, const std::int32_t* ids, std::
 /// read by all at once.
 __device__ void fetch_rows(const PullParams& p) {
   const StepParams& s = p.step;
-  const Peers& peers = s.place.peers;
+  const Peers& peers = s.context.peers;
   const auto* ids = in_arena<const std::int32_t>(peers, peers.rank, s.ids);
   const int all = peers.size * s.most_tokens;
   const RowTeam team;
@@ -245,14 +245,14 @@ __global__ void __launch_bounds__(kMostThreads) pull_kernel(const __grid_constan
     fetch_rows(p);
   }
   wait_for_previous_launch();
-  if (blockIdx.x == 0 && threadIdx.x == 0) begin_return<DeviceWords>(p.step.place.peers);
+  if (blockIdx.x == 0 && threadIdx.x == 0) begin_return<DeviceWords>(p.step.context.peers);
 }
 
 /// Behind the experts. Begins when they end, and so a little earlier than without overlap.
 __global__ void tell_results_kernel(const __grid_constant__ StepParams p) {
   wait_for_previous_launch();
   let_next_launch_begin();
-  tell_return<DeviceWords>(p.place.peers, p.key(), static_cast<int>(threadIdx.x));
+  tell_return<DeviceWords>(p.context.peers, p.key(), static_cast<int>(threadIdx.x));
 }
 
 __global__ void read_marks_kernel(const MappedBlocks blocks) {
@@ -290,10 +290,10 @@ __global__ void read_words_kernel(const std::uint64_t* word, int times, std::uin
 
 }  // namespace
 
-void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedRows& rows,
+void publish_rows(const PeerContext& context, const PeerStep& step, const PublishedRows& rows,
                   bool follows_route, Stream stream) {
   PublishParams p{};
-  p.step = step_params(place, step);
+  p.step = step_params(context, step);
   p.rows = travelling(step, rows.tensors);
   p.ids = rows.ids.as<const std::int32_t>();
   p.weights = rows.weights.as<const float>();
@@ -303,22 +303,22 @@ void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedR
   launch_teams<RowTeam>(publish_kernel, step.most_tokens, stream, follows_route, p);
 }
 
-void pull_rows(const PeerPlace& place, const PeerStep& step, const PulledRows& rows,
+void pull_rows(const PeerContext& context, const PeerStep& step, const PulledRows& rows,
                const SlotCount& count, bool overlap_previous, Stream stream) {
   PullParams p{};
-  p.step = step_params(place, step);
+  p.step = step_params(context, step);
   p.rows = travelling(step, rows.tensors);
   p.local_experts = core::LocalExperts(rows.expert_map, rows.num_local_experts);
   p.slot_rows = rows.slot_rows.as<std::int32_t>();
   p.ones = rows.ones.as<float>();
   p.count = count;
-  p.reads_ahead = !p.slot_rows && reads_ahead(step, place.peers.size);
-  launch_teams<RowTeam>(pull_kernel, place.peers.size * step.most_tokens, stream, overlap_previous,
-                        p);
+  p.reads_ahead = !p.slot_rows && reads_ahead(step, context.peers.size);
+  launch_teams<RowTeam>(pull_kernel, context.peers.size * step.most_tokens, stream,
+                        overlap_previous, p);
 }
 
-void tell_results(const PeerPlace& place, const PeerStep& step, Stream stream) {
-  launch(tell_results_kernel, dim3(1), dim3(32), 0, stream, true, step_params(place, step));
+void tell_results(const PeerContext& context, const PeerStep& step, Stream stream) {
+  launch(tell_results_kernel, dim3(1), dim3(32), 0, stream, true, step_params(context, step));
 }
 
 void read_marks(const MappedBlocks& blocks, Stream stream) {

@@ -8,7 +8,7 @@
 namespace fusedmoe::cuda {
 
 /// What all kernels of a rank get.
-struct PeerPlace {
+struct PeerContext {
   Peers peers;
   Patience patience;
   FailureRecord* record = nullptr;
@@ -16,28 +16,28 @@ struct PeerPlace {
 };
 
 /// `follows_route`: the launch before is one that is_route_kernel(), which writes ids and weights.
-void publish_rows(const PeerPlace& place, const PeerStep& step, const PublishedRows& rows,
+void publish_rows(const PeerContext& context, const PeerStep& step, const PublishedRows& rows,
                   bool follows_route, Stream stream);
 /// Where the host reads how many slots name an expert of this rank.
 struct SlotCount {
-  std::uint64_t* word =
-      nullptr;               ///< pinned: the slots, and in the upper half `number`. Null: nowhere
+  /// Pinned: the slots, and in the upper half `number`. Null: nowhere.
+  std::uint64_t* word = nullptr;
   std::uint32_t number = 0;  ///< of this count
 };
 /// `overlap_previous`: the launch before is publish_rows() of the same step.
-void pull_rows(const PeerPlace& place, const PeerStep& step, const PulledRows& rows,
+void pull_rows(const PeerContext& context, const PeerStep& step, const PulledRows& rows,
                const SlotCount& count, bool overlap_previous, Stream stream);
-void tell_results(const PeerPlace& place, const PeerStep& step, Stream stream);
+void tell_results(const PeerContext& context, const PeerStep& step, Stream stream);
 /// What sum_results() follows: other work, behind which tell_results() was; tell_results() of the
 /// same step; or the experts, which only it then tells of.
 enum class SumFollows { kOther, kTelling, kExperts };
-void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& sum,
+void sum_results(const PeerContext& context, const PeerStep& step, const PeerSum& sum,
                  SumFollows follows, Stream stream);
 
 /// What a launch of sum_parts() does.
 enum class SumPhases { kTell, kAdd, kAll };
 /// Behind a kernel of ours. Of kMostSumBytes at most.
-void sum_parts(const PeerPlace& place, const PeerParts& parts, SumPhases phases, Stream stream);
+void sum_parts(const PeerContext& context, const PeerParts& parts, SumPhases phases, Stream stream);
 
 /// The blocks as a rank maps them.
 struct MappedBlocks {

@@ -43,7 +43,7 @@ template <typename Row, typename Output, int kWidth>
 __global__ void __launch_bounds__(kMostThreads)
     sum_parts_kernel(const __grid_constant__ PartsParams<Row, Output> p) {
   const StepParams& s = p.step;
-  const Peers& peers = s.place.peers;
+  const Peers& peers = s.context.peers;
   wait_for_previous_launch();
   const std::uint32_t is_dead = DeviceWords::load(&peers.own().dead);
   // A launch that only adds comes behind the one that has told, and ended its number.
@@ -97,7 +97,8 @@ __global__ void __launch_bounds__(kMostThreads)
 
 }  // namespace
 
-void sum_parts(const PeerPlace& place, const PeerParts& parts, SumPhases phases, Stream stream) {
+void sum_parts(const PeerContext& context, const PeerParts& parts, SumPhases phases,
+               Stream stream) {
   const std::int64_t num_tokens = parts.partial.size(0), hidden = parts.partial.size(1);
   const std::int64_t row_bytes = bytes(parts.partial.dtype(), hidden);
   PeerStep step;
@@ -105,12 +106,12 @@ void sum_parts(const PeerPlace& place, const PeerParts& parts, SumPhases phases,
   step.placement = parts.placement;
   step.most_tokens = num_tokens;
   step.row_bytes = row_bytes;
-  const int ranks = place.peers.size;
+  const int ranks = context.peers.size;
   const auto launch_kernel = [&](auto row, auto result) {
     using Row = decltype(row);
     using Output = decltype(result);
     PartsParams<Row, Output> p{};
-    p.step = step_params(place, step);
+    p.step = step_params(context, step);
     p.partial = parts.partial.as<const Row>();
     p.output = parts.output.as<Output>();
     p.output_stride = num_tokens > 0 ? parts.output.stride(0) : hidden;

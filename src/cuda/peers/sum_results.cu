@@ -38,7 +38,7 @@ struct SumParams {
 template <typename Row, typename Output, int kWidth>
 __device__ void add_chunk(const SumParams<Output>& p, int token, int column, std::uint32_t ranks) {
   const StepParams& s = p.step;
-  const Peers& peers = s.place.peers;
+  const Peers& peers = s.context.peers;
   const std::int64_t first_slot = std::int64_t{token} * s.topk;
   float sums[kWidth] = {};
   add_parts<Row>(sums, p.parts, [&](int part) -> SumPart<Row> {
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kMostThreads)
   if (p.tells) {
     wait_for_previous_launch();
     if (blockIdx.x == 0) {
-      tell_return<DeviceWords>(p.step.place.peers, p.step.key(), static_cast<int>(threadIdx.x));
+      tell_return<DeviceWords>(p.step.context.peers, p.step.key(), static_cast<int>(threadIdx.x));
     }
   }
   // What does not depend on other ranks is read while waiting.
@@ -80,14 +80,14 @@ __global__ void __launch_bounds__(kMostThreads)
 
 }  // namespace
 
-void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& sum,
+void sum_results(const PeerContext& context, const PeerStep& step, const PeerSum& sum,
                  SumFollows follows, Stream stream) {
   const std::int64_t num_tokens = sum.output.size(0), hidden = sum.output.size(1);
   const auto launch_kernel = [&](auto row, auto result) {
     using Row = decltype(row);
     using Output = decltype(result);
     SumParams<Output> p{};
-    p.step = step_params(place, step);
+    p.step = step_params(context, step);
     p.output = sum.output.as<Output>();
     p.output_stride = num_tokens > 0 ? sum.output.stride(0) : hidden;
     p.results = step.results;
@@ -97,11 +97,11 @@ void sum_results(const PeerPlace& place, const PeerStep& step, const PeerSum& su
     p.num_tokens = static_cast<std::int32_t>(num_tokens);
     p.num_physical = static_cast<std::int32_t>(sum.physical_ranks.numel());
     p.hidden = static_cast<std::int32_t>(hidden);
-    p.parts = sum.per_slot ? p.step.topk : place.peers.size;
+    p.parts = sum.per_slot ? p.step.topk : context.peers.size;
     p.per_slot = sum.per_slot;
     p.accumulate = sum.accumulate;
     p.tells = follows == SumFollows::kExperts;
-    const auto* results = reinterpret_cast<const char*>(&place.peers.own()) + step.results;
+    const auto* results = reinterpret_cast<const char*>(&context.peers.own()) + step.results;
     launch_sum<Row>([](auto width) { return sum_results_kernel<Row, Output, width>; }, p,
                     num_tokens, follows != SumFollows::kOther, false, stream, results, p.output,
                     p.output + p.output_stride);
