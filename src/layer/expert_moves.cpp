@@ -24,30 +24,30 @@ Holdings holdings_of(const ExpertPlacement& placement) {
 }
 
 std::vector<Transfer> transfers(const Holdings& held, const Holdings& wanted) {
-  struct Place {
+  struct Copy {
     int rank;
-    std::int64_t place;
+    std::int64_t index;
   };
-  std::map<std::int32_t, std::vector<Place>> places;
+  std::map<std::int32_t, std::vector<Copy>> copies;  // of each expert
   for (std::size_t r = 0; r < held.size(); ++r) {
     for (std::size_t i = 0; i < held[r].size(); ++i) {
-      places[held[r][i]].push_back({static_cast<int>(r), static_cast<std::int64_t>(i)});
+      copies[held[r][i]].push_back({static_cast<int>(r), static_cast<std::int64_t>(i)});
     }
   }
   std::map<std::int32_t, std::size_t> turns;
   const auto source_of = [&](std::int32_t expert, int rank) {
-    const std::vector<Place>& all = places[expert];
-    for (const Place& place : all) {
-      if (place.rank == rank) return place;
+    const std::vector<Copy>& all = copies[expert];
+    for (const Copy& copy : all) {
+      if (copy.rank == rank) return copy;
     }
-    return all.empty() ? Place{-1, -1} : all[turns[expert]++ % all.size()];
+    return all.empty() ? Copy{-1, -1} : all[turns[expert]++ % all.size()];
   };
   std::vector<Transfer> result;
   for (std::size_t r = 0; r < wanted.size(); ++r) {
     for (std::size_t i = 0; i < wanted[r].size(); ++i) {
-      const auto [from, from_place] = source_of(wanted[r][i], static_cast<int>(r));
+      const auto [from, from_index] = source_of(wanted[r][i], static_cast<int>(r));
       result.push_back(
-          {wanted[r][i], static_cast<int>(r), static_cast<std::int64_t>(i), from, from_place});
+          {wanted[r][i], static_cast<int>(r), static_cast<std::int64_t>(i), from, from_index});
     }
   }
   return result;
@@ -80,7 +80,7 @@ PackedParts cut_parts(const Json& description, core::WorkspaceCutter& cutter,
   return parts;
 }
 
-/// Experts by their places on a rank, which are texts as JSON has them.
+/// Experts by their local indices, which are texts as JSON has them.
 using Leaving = std::map<std::string, PackedParts>;
 
 /// The experts of a rank that leave it, once for all ranks that get one.
@@ -89,15 +89,15 @@ Leaving leaving_of(std::span<const Transfer> transfers, const Experts& experts,
   Leaving leaving;
   for (const Transfer& each : transfers) {
     if (each.from != rank) continue;
-    PackedParts& parts = leaving[core::to_string(each.from_place)];
-    if (parts.empty()) parts = experts.expert_parts(packed, each.from_place);
+    PackedParts& parts = leaving[core::to_string(each.from_index)];
+    if (parts.empty()) parts = experts.expert_parts(packed, each.from_index);
   }
   return leaving;
 }
 
 Json describe(const Leaving& leaving) {
   Json description = Json::object();
-  for (const auto& [place, parts] : leaving) description[place] = describe(parts);
+  for (const auto& [index, parts] : leaving) description[index] = describe(parts);
   return description;
 }
 
@@ -106,8 +106,8 @@ Leaving cut_leaving(const Json& description, core::WorkspaceCutter cutter,
                     const std::shared_ptr<const void>& block, Device device) {
   cutter.take(PeerBlocks::kHeadBytes);
   Leaving leaving;
-  for (const auto& [place, parts] : description.items()) {
-    leaving[place] = cut_parts(parts, cutter, block, device);
+  for (const auto& [index, parts] : description.items()) {
+    leaving[index] = cut_parts(parts, cutter, block, device);
   }
   return leaving;
 }
@@ -167,7 +167,7 @@ std::vector<std::vector<Transfer>> rounds_of(std::span<const Transfer> transfers
 std::size_t bytes_of(const Leaving& leaving) {
   core::WorkspaceCutter counted(nullptr);
   counted.take(PeerBlocks::kHeadBytes);
-  for (const auto& [place, parts] : leaving) cut_parts(describe(parts), counted, {}, {});
+  for (const auto& [index, parts] : leaving) cut_parts(describe(parts), counted, {}, {});
   return counted.used();
 }
 
@@ -201,51 +201,29 @@ class Move {
   void bring(std::span<const Transfer> transfers) const {
     Leaving leaving;
     Arriving arriving;
-    std::vector<Message> sends, receives;
     std::optional<CopyStream> stream;  // made last, goes first
     const auto put_out = [&] {
       stream.emplace(device_);
       leaving = leaving_of(transfers, experts_, packed_, rank_);
       if (!device_.is_cpu()) leaving = copied(leaving, *stream);
-      for (const Transfer& each : transfers) {
-        if (each.from != rank_ || each.to == rank_ || blocks_) continue;
-        add_messages(sends, each.to, leaving.at(core::to_string(each.from_place)));
-      }
     };
     communicator_.together(put_out, what_);
     const std::vector<std::string> texts = communicator_.gather(describe(leaving).dump(), what_);
-    const auto get = [&] {
-      std::map<int, Json> described;  // of ranks from which something comes
-      for (const Transfer& each : transfers) {
-        if (each.to != rank_ || described.contains(each.from)) continue;
-        described.emplace(each.from, Json::parse(texts[each.from]));
-      }
+    const auto take_in = [&] {
+      const std::map<int, Json> described = sources_of(transfers, texts);
       if (described.empty()) return;
       arriving = make_arriving(transfers, described);
-      std::map<int, Leaving> readable{{rank_, leaving}};
-      for (const auto& [from, description] : described) {
-        if (blocks_ && from != rank_) readable[from] = lent_by(from, description);
-      }
       for (const auto& [each, parts] : arriving) {
-        const auto found = readable.find(each.from);
-        if (found == readable.end()) {
-          add_messages(receives, each.from, parts);
-        } else {
-          copy_parts(found->second.at(core::to_string(each.from_place)), parts, *stream);
-        }
+        if (each.from == rank_) copy_parts(expert_of(each, leaving), parts, *stream);
       }
-      if (blocks_) synchronize(*stream);
+      if (blocks_) copy_lent(arriving, described, *stream);
     };
-    communicator_.together(get, what_);
-    if (!blocks_) {
-      if (are_sent(transfers)) communicator_.exchange(sends, receives, *stream, what_);
-      synchronize(*stream);
-      communicator_.check();  // aborted transfers of a GPU end, too
-    }
+    communicator_.together(take_in, what_);
+    if (!blocks_) exchange(transfers, leaving, arriving, *stream);
     const auto assemble = [&] {
       const PackedWeights::Info info = core::info_of_one(packed_.info());
       for (const auto& [each, parts] : arriving) {
-        receive_({each.place, experts_.from_parts(info, parts)});
+        receive_({each.to_index, experts_.from_parts(info, parts)});
       }
     };
     communicator_.together(assemble, what_);
@@ -254,6 +232,44 @@ class Move {
  private:
   using Arriving = std::vector<std::pair<Transfer, PackedParts>>;
 
+  static const PackedParts& expert_of(const Transfer& transfer, const Leaving& leaving) {
+    return leaving.at(core::to_string(transfer.from_index));
+  }
+  /// Copies what comes from the blocks of other ranks, and waits: these fill them again when all
+  /// have done so.
+  void copy_lent(const Arriving& arriving, const std::map<int, Json>& described,
+                 Stream stream) const {
+    for (const auto& [each, parts] : arriving) {
+      if (each.from == rank_) continue;
+      copy_parts(expert_of(each, lent_by(each.from, described.at(each.from))), parts, stream);
+    }
+    synchronize(stream);
+  }
+  /// Collective: sends what goes to other ranks, and gets what comes, as messages. Waits.
+  void exchange(std::span<const Transfer> transfers, const Leaving& leaving,
+                const Arriving& arriving, Stream stream) const {
+    std::vector<Message> sends, receives;
+    for (const Transfer& each : transfers) {
+      if (each.from != rank_ || each.to == rank_) continue;
+      add_messages(sends, each.to, expert_of(each, leaving));
+    }
+    for (const auto& [each, parts] : arriving) {
+      if (each.from != rank_) add_messages(receives, each.from, parts);
+    }
+    if (are_sent(transfers)) communicator_.exchange(sends, receives, stream, what_);
+    synchronize(stream);
+    communicator_.check();  // aborted transfers of a GPU end, too
+  }
+  /// What leaves the ranks from which something comes to this one, as they have described it.
+  std::map<int, Json> sources_of(std::span<const Transfer> transfers,
+                                 std::span<const std::string> texts) const {
+    std::map<int, Json> described;
+    for (const Transfer& each : transfers) {
+      if (each.to != rank_ || described.contains(each.from)) continue;
+      described.emplace(each.from, Json::parse(texts[each.from]));
+    }
+    return described;
+  }
   /// The same in the block that this rank lends, or in one of its own.
   Leaving copied(const Leaving& leaving, Stream stream) const {
     const Json description = describe(leaving);
@@ -265,7 +281,7 @@ class Move {
       copies =
           cut_leaving(description, core::WorkspaceCutter(block.data()), block.owner(), device_);
     }
-    for (const auto& [place, parts] : copies) copy_parts(leaving.at(place), parts, stream);
+    for (const auto& [index, parts] : copies) copy_parts(leaving.at(index), parts, stream);
     synchronize(stream);
     return copies;
   }
@@ -281,7 +297,7 @@ class Move {
       arriving.clear();
       for (const Transfer& each : transfers) {
         if (each.to != rank_) continue;
-        const Json& parts = described.at(each.from).at(core::to_string(each.from_place));
+        const Json& parts = described.at(each.from).at(core::to_string(each.from_index));
         arriving.emplace_back(each, cut_parts(parts, cutter, block, device_));
       }
       return static_cast<std::int64_t>(cutter.used());

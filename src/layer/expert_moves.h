@@ -12,25 +12,25 @@
 
 namespace fusedmoe::layer {
 
-/// The logical experts of each rank, in the order of its places.
+/// The logical experts of each rank, by their local indices.
 using Holdings = std::vector<std::vector<std::int32_t>>;
 Holdings holdings_of(const ExpertPlacement& placement);
 
-/// The expert that a place of a rank is to have, and where it is now.
+/// The expert that a rank is to have at a local index, and where it is now.
 struct Transfer {
   std::int32_t expert;
   int to;
-  std::int64_t place;
+  std::int64_t to_index;
   int from;  // -1: no rank has it
-  std::int64_t from_place;
+  std::int64_t from_index;
 };
-/// For each place of each rank, in their order. An expert comes from the rank itself, if it has it,
-/// else from one of those that do, by turns.
+/// For each local index of each rank, in their order. An expert comes from the rank itself, if it
+/// has it, else from one of those that do, by turns.
 std::vector<Transfer> transfers(const Holdings& held, const Holdings& wanted);
 
-/// An expert that has come, for a place of this rank.
+/// An expert that has come, for a local index of this rank.
 struct Arrival {
-  std::int64_t place;
+  std::int64_t index;
   std::shared_ptr<const PackedWeights> expert;
 };
 using Receive = std::function<void(Arrival)>;

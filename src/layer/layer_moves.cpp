@@ -36,7 +36,7 @@ ParallelConfig parallel_on(const Communicator& communicator, const ParallelConfi
   return parallel;
 }
 
-/// Collective: which experts every rank has, in the order of their places.
+/// Collective: which experts every rank has, by their local indices.
 layer::Holdings gather_holdings(Communicator& communicator, const std::vector<std::int32_t>& own) {
   layer::Holdings held;
   for (const std::string& text : communicator.gather(core::join(own, " "), kRebinding)) {
@@ -152,7 +152,7 @@ void MoeLayer::Impl::start_move(const ExpertPlacement& wanted, Communicator& ran
   const layer::Holdings held = layer::holdings_of(*placement);
   std::vector<layer::Transfer> moving = layer::transfers(held, layer::holdings_of(wanted));
   std::erase_if(moving, [&](const layer::Transfer& each) {
-    return held[each.to][each.place] == each.expert;
+    return held[each.to][each.to_index] == each.expert;
   });
   if (!staging) staging = layer::Staging::of(config.device);
   std::vector<layer::Arrival> arrivals;
@@ -190,7 +190,7 @@ void MoeLayer::commit_move() {
       if (lane.monolithic) move_on(*lane.monolithic);
     }
     for (const layer::Arrival& each : move.arrivals) {
-      impl.kernel.experts().replace_expert(*impl.packed, each.place, *each.expert, impl.stream);
+      impl.kernel.experts().replace_expert(*impl.packed, each.index, *each.expert, impl.stream);
     }
     synchronize(impl.stream);
     impl.placement = move.placement;
@@ -244,9 +244,9 @@ void MoeLayer::Impl::fill(const Impl& before, const layer::Holdings& held,
     for (const layer::Transfer& each : transfers) {
       if (each.to != rank) continue;
       if (each.from == rank) {
-        packed->replace_expert(each.place, *before.packed->extract_expert(each.from_place));
+        packed->replace_expert(each.to_index, *before.packed->extract_expert(each.from_index));
       } else if (each.from < 0) {
-        experts.repack(ask_for(lost, each.expert, packed->info()), each.place, *packed);
+        experts.repack(ask_for(lost, each.expert, packed->info()), each.to_index, *packed);
       }
     }
     // A rank without experts keeps one that no token reaches.
@@ -254,7 +254,7 @@ void MoeLayer::Impl::fill(const Impl& before, const layer::Holdings& held,
   };
   ranks.together(put_own, kRebinding);
   const auto put = [&](const layer::Arrival& each) {
-    packed->replace_expert(each.place, *each.expert);
+    packed->replace_expert(each.index, *each.expert);
   };
   std::erase_if(transfers, [](const layer::Transfer& each) { return each.from == each.to; });
   const auto make_room = [&](std::int64_t bytes) {
