@@ -340,7 +340,6 @@ void load_step_kernels() {
   load_kernel(publish_kernel);
   load_kernel(pull_kernel);
   load_kernel(tell_results_kernel);
-  load_kernel(read_marks_kernel);
   load_kernel(read_arena_kernel);
   load_kernel(read_words_kernel);
   load_sum_kernels();

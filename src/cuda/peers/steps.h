@@ -54,7 +54,8 @@ void read_arena(const ArenaHead& arena, std::size_t arena_bytes, std::size_t byt
 /// And one word, so many times, always when it has come.
 void read_words(const ArenaHead& arena, int times, std::uint32_t* seldom, Stream stream);
 
-/// Loads all of them on the current device: to load one later may wait for those that run.
+/// Loads them on the current device: to load one later may wait for those that run. Blocks are made
+/// before, which has loaded read_marks().
 void load_step_kernels();
 /// Loads the kernels of sum_results(), and of sum_parts(); load_step_kernels() calls them.
 void load_sum_kernels();
