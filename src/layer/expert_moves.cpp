@@ -122,18 +122,11 @@ void add_messages(std::vector<Message>& messages, int peer, const PackedParts& p
   }
 }
 
-/// A stream whose copies have ended when it goes: somebody else may get the memory next. Its
-/// priority is the lowest, as CUDA's default is.
+/// A stream whose copies have ended when it goes. Its priority is the lowest, as CUDA's default is.
 class CopyStream {
  public:
   explicit CopyStream(Device device) : stream_(device) {}
-  ~CopyStream() {
-    try {
-      synchronize(stream_);
-    } catch (const Error&) {
-      // A kernel of the program has failed: none runs any more.
-    }
-  }
+  ~CopyStream() { end_copies(stream_); }
   CopyStream(const CopyStream&) = delete;
   CopyStream& operator=(const CopyStream&) = delete;
   operator Stream() const { return stream_; }  // NOLINT(google-explicit-*)
@@ -319,6 +312,13 @@ class Move {
 };
 
 }  // namespace
+
+void end_copies(Stream stream) noexcept {
+  try {
+    synchronize(stream);
+  } catch (const Error&) {
+  }
+}
 
 void bring(Communicator& communicator, const Experts& experts, const PackedWeights& packed,
            std::span<const Transfer> transfers, const MakeRoom& make_room, const Receive& receive,

@@ -44,4 +44,8 @@ void bring(Communicator& communicator, const Experts& experts, const PackedWeigh
            std::span<const Transfer> transfers, const MakeRoom& make_room, const Receive& receive,
            std::string_view what);
 
+/// Waits for the copies of a stream, whose memory somebody else may get next. Without an Error:
+/// after a failure of the device none runs.
+void end_copies(Stream stream) noexcept;
+
 }  // namespace fusedmoe::layer

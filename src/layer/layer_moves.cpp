@@ -181,16 +181,21 @@ void MoeLayer::commit_move() {
     const auto move_on = [&](const ModularKernel& kernel) {
       kernel.prepare_finalize().move_experts(move.placement, impl.stream);
     };
-    // Ahead of the experts: a copy from memory that is not pinned waits for the stream.
-    copy(move.expert_map, impl.expert_map, impl.stream);
-    move_on(impl.kernel);
-    if (impl.monolithic) move_on(*impl.monolithic);
-    for (const Impl::Lane& lane : impl.other_lanes) {
-      move_on(lane.kernel);
-      if (lane.monolithic) move_on(*lane.monolithic);
-    }
-    for (const layer::Arrival& each : move.arrivals) {
-      impl.kernel.experts().replace_expert(*impl.packed, each.index, *each.expert, impl.stream);
+    try {
+      // Ahead of the experts: a copy from memory that is not pinned waits for the stream.
+      copy(move.expert_map, impl.expert_map, impl.stream);
+      move_on(impl.kernel);
+      if (impl.monolithic) move_on(*impl.monolithic);
+      for (const Impl::Lane& lane : impl.other_lanes) {
+        move_on(lane.kernel);
+        if (lane.monolithic) move_on(*lane.monolithic);
+      }
+      for (const layer::Arrival& each : move.arrivals) {
+        impl.kernel.experts().replace_expert(*impl.packed, each.index, *each.expert, impl.stream);
+      }
+    } catch (...) {
+      layer::end_copies(impl.stream);  // from memory that other moves get next
+      throw;
     }
     synchronize(impl.stream);
     impl.placement = move.placement;

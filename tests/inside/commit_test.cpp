@@ -96,25 +96,33 @@ TEST(CommitTest, TakesAndFreesNoMemoryAndWaitsOnce) {
   EXPECT_GT(taken, 0) << "blocks of experts count";
 }
 
-/// Of rank 1, at its first copy or at a later one. The others hear of it in the next forward.
+/// Of rank 1, at each of its copies. The others hear of it in the next forward.
 TEST(CommitTest, ThatFailsHalfWayEndsTheLayer) {
-  for (const int copies : {0, 1}) {
-    for (const bool lend : {true, false}) {
+  for (const bool lend : {true, false}) {
+    int copies = 1;  // of a commit
+    for (int until_error = 0; until_error < copies; ++until_error) {
       const WatchedRuntime watched(DeviceKind::kCpu);
       const Communicators comms = make_communicators(2, lend, {kPatient});
       const Communicators again = make_communicators(2, lend, {kPatient});
       run_ranks(2, [&](int rank) {
         const RankCase how{.size = 2, .lend = lend};
         MoeLayer layer(small_weights(), rank_options(how, DType::kBF16, kTokens, comms[rank]));
-        const ExpertPlacement before = *layer.placement(),
-                              wanted = ExpertPlacement::round_robin(kNumExperts, 2);
+        const ExpertPlacement before = ExpertPlacement::round_robin(kNumExperts, 2),
+                              wanted = *layer.placement();
+        RuntimeCalls& calls = WatchedRuntime::calls;
+        const auto commit = [&] { layer.commit_move(); };
+        layer.start_move(before);
+        calls = {};
+        commit();
+        if (rank == 1) copies = calls.copies;
         layer.start_move(wanted);
         comms[rank]->barrier();
-        const auto commit = [&] { layer.commit_move(); };
-        if (rank == 1) WatchedRuntime::calls.copies_until_error = copies;
+        calls = {};
+        if (rank == 1) calls.copies_until_error = until_error;
         const std::string error = error_text(commit);
-        WatchedRuntime::calls.copies_until_error = -1;
+        calls.copies_until_error = -1;
         EXPECT_EQ(has(error, "the device is broken"), rank == 1) << error;
+        EXPECT_EQ(calls.waits, 1) << "for the copies, before others get the memory";
         if (rank == 1) {
           EXPECT_TRUE(has(error_text(commit), "nothing to commit"));
         }
@@ -127,6 +135,7 @@ TEST(CommitTest, ThatFailsHalfWayEndsTheLayer) {
         EXPECT_TRUE(has(refused, "make the layer again")) << refused;
       });
     }
+    EXPECT_GT(copies, 1);
   }
 }
 
@@ -138,11 +147,21 @@ TEST(CommitTest, AMoveThatCannotBeStagedLeavesTheOldPlacement) {
     LayerOptions options = rank_options({.size = 3, .placement = random_placement(0)}, DType::kBF16,
                                         kTokens, comms[rank]);
     MoeLayer layer(small_weights(), options);
-    WatchedRuntime::calls.is_full = rank == 1;
-    const std::string error = error_text([&] { layer.start_move(random_placement(1)); });
-    WatchedRuntime::calls.is_full = false;
-    EXPECT_TRUE(has(error, "rank 1: ") && has(error, "memory")) << error;
-    EXPECT_EQ(layer.placement(), random_placement(0));
+    RuntimeCalls& calls = WatchedRuntime::calls;
+    const auto expect_failure = [&](const RuntimeCalls& fault, const char* text) {
+      if (rank == 1) calls = fault;
+      const std::string error = error_text([&] { layer.start_move(random_placement(1)); });
+      calls = {};
+      EXPECT_TRUE(has(error, "rank 1: ") && has(error, text)) << error;
+      EXPECT_EQ(layer.placement(), random_placement(0));
+    };
+    expect_failure({.is_full = true}, "memory");
+    layer.start_move(random_placement(1));
+    const std::string of_each = comms[rank]->gather(std::to_string(calls.copies), "copies")[1];
+    for (int copies = 0; copies < std::stoi(of_each); ++copies) {
+      expect_failure({.copies_until_error = copies}, "the device is broken");
+    }
+    EXPECT_NE(of_each, "0");
     expect_as_made_anew(layer, small_weights(), options);
     layer.start_move(random_placement(1));
     layer.commit_move();

@@ -15,6 +15,7 @@ struct RuntimeCalls {
   int streams = 0, events = 0;
   int waits = 0;                ///< for streams and events
   int device_waits = 0;         ///< for a whole device
+  int copies = 0;               ///< that did not throw
   int copies_until_error = -1;  ///< once it is 0 all copies throw
   bool is_full = false;         ///< nothing can be taken
 };
@@ -51,6 +52,7 @@ class WatchedRuntime final : public core::DeviceRuntime {
             Stream stream) const override {
     if (calls.copies_until_error == 0) throw Error::device(1, "the device is broken");
     if (calls.copies_until_error > 0) --calls.copies_until_error;
+    ++calls.copies;
     real_.copy(destination, source, bytes, stream);
   }
   void fill(void* memory, std::uint8_t value, std::size_t bytes, Stream stream) const override {
