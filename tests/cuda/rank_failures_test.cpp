@@ -134,11 +134,11 @@ std::string trace(const Way& way) {
   return way.setting.name() + " " + way.transport + (way.fixed_sizes ? " fixed" : "");
 }
 
-/// Rank 1 misses the deadline of `step`: the others say so, within it and 2 s.
+/// Rank 1 misses the deadline of `step`: the others say so, within it and 1 s.
 void expect_late(const Way& way, int step, const Disturb& disturb) {
   SCOPED_TRACE(trace(way));
   const Outcome outcome = outcome_of_steps(way, kDeadline, disturb);
-  EXPECT_LT(outcome.took, kDeadline + std::chrono::seconds(2));
+  EXPECT_LT(outcome.took, kDeadline + std::chrono::seconds(1));
   const std::string expected = " of step " + std::to_string(step) +
                                " of layer 0: " + within("rank 1 did not arrive", kDeadline);
   for (int number = 0; number < way.setting.size; ++number) {

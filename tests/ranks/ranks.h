@@ -65,7 +65,7 @@ inline std::string within(const std::string& late, std::chrono::milliseconds tim
   return text.str();
 }
 
-/// Expects that each of `ranks` throws that, at most 2 s after the deadline. attempt(timeout): what
+/// Expects that each of `ranks` throws that, at most 1 s after the deadline. attempt(timeout): what
 /// the ranks have thrown.
 inline void expect_late(
     const std::string& late, const std::vector<int>& ranks,
@@ -80,7 +80,7 @@ inline void expect_late(
       found = std::string("the ranks did not meet: ") + error.what();
     }
     const auto took = std::chrono::steady_clock::now() - begin;
-    if (found.empty() && took > timeout + std::chrono::seconds(2)) found = "more than 2 s later";
+    if (found.empty() && took > timeout + std::chrono::seconds(1)) found = "more than 1 s later";
     for (const int rank : ranks) {
       if (!found.empty()) break;
       const std::string& error = errors[static_cast<std::size_t>(rank)];
