@@ -180,7 +180,8 @@ std::shared_ptr<Communicator> join(int rank, int size, ControlPlane& texts, cons
   return make_communicator(rank, size, make_control_plane(rank, size, gather, kPatient), options);
 }
 
-/// Over memory that they share, and over TCP. Rank 1 is killed; the others go on.
+/// Over memory that they share, and over TCP. Rank 1 is killed while experts move; the others go
+/// on.
 TEST(SurvivorsTest, ProcessesMoveExpertsAndGoOn) {
   const LayerWeights weights = small_weights();
   const RankCase how{.size = 3, .placement = random_placement(0), .batch_invariant = true};
@@ -199,8 +200,19 @@ TEST(SurvivorsTest, ProcessesMoveExpertsAndGoOn) {
         if (step % 5 == 3) layer.commit_move();
         forward(layer, step);
       }
-      if (rank == 1) std::raise(SIGKILL);
-      const std::string error = testing::error_text([&] { layer.start_move(random_placement(3)); });
+      std::jthread killer;
+      if (rank == 1) {
+        killer = std::jthread([] {
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+          std::raise(SIGKILL);
+        });
+      }
+      const std::string error = testing::error_text([&] {
+        for (std::uint64_t move = 20;; ++move) {
+          layer.start_move(random_placement(move));
+          layer.commit_move();
+        }
+      });
       if (!has(error, "rank 1")) throw std::runtime_error("no word of rank 1: " + error);
       const auto left = join(rank / 2, 2, texts, "left", shared_memory);
       layer.rebind(left, ExpertPlacement::round_robin(kNumExperts, 2), source_of(weights));
