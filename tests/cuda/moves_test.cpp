@@ -9,7 +9,6 @@
 #include <string>
 #include <thread>
 
-#include "../inside/watched_runtime.h"
 #include "../unit/error_text.h"
 #include "moving_layers.h"
 
@@ -148,8 +147,8 @@ TEST_F(CudaMovesTest, AMoveThatBreaksOffLeavesTheOldPlacement) {
   });
 }
 
-/// Of ranks that map each other's memory: rank 1 cannot make a block, cannot fill it, cannot copy
-/// what the other has, or has no room for it.
+/// Of ranks that map each other's memory: rank 1 has no room for what comes, or any one of its
+/// copies fails, those by which it makes its block, fills it, and gets what the other has.
 TEST_F(CudaMovesTest, CopiesThatFailOnOneRankLeaveTheOldPlacement) {
   const LayerWeights weights = make_layer_weights({small_case("bf16")});
   const MoeLayer alone(weights, options_of(kGpu, true));
@@ -167,11 +166,7 @@ TEST_F(CudaMovesTest, CopiesThatFailOnOneRankLeaveTheOldPlacement) {
     }
   };
   const ExpertPlacement linear = ExpertPlacement::linear(kExperts, 2);
-  RuntimeCalls full;
-  full.is_full = true;
-  std::vector<RuntimeCalls> faults{full};
-  for (const int copies : {0, 2, 70}) faults.emplace_back().copies_until_error = copies;
-  for (const RuntimeCalls& fault : faults) {
+  const auto expect_failure = [&](const RuntimeCalls& fault) {
     SCOPED_TRACE(fault.copies_until_error);
     run_ranks(2, [&](int rank) {
       if (rank == 1) WatchedRuntime::calls = fault;
@@ -181,7 +176,10 @@ TEST_F(CudaMovesTest, CopiesThatFailOnOneRankLeaveTheOldPlacement) {
       EXPECT_EQ(layers[rank]->placement(), linear);
     });
     expect_bits(1);
-  }
+  };
+  expect_failure({.is_full = true});  // first: moves that end well leave room for the next
+  const int copies = copies_of_move(layers, 1);
+  for (int n = 0; n < copies; ++n) expect_failure({.copies_until_error = n});
   run_ranks(2, [&](int rank) { layers[rank]->start_move(other_than_linear()); });
   expect_bits(2);
   for (const auto& layer : layers) layer->commit_move();
@@ -213,16 +211,24 @@ TEST_F(CudaMovesTest, ACommitTakesAndFreesNoMemory) {
 
 TEST_F(CudaMovesTest, ACommitThatFailsHalfWayEndsTheLayer) {
   const LayerWeights weights = make_layer_weights({small_case("fp8_block")});
-  for (const int copies : {0, 2, 5}) {
+  int copies = 1;  // of a commit
+  for (int until_error = 0; until_error < copies; ++until_error) {
     const WatchedRuntime watched(DeviceKind::kCuda);
     const auto all = make_thread_communicators(2, CommunicatorOptions{kPatient, kGpu});
     run_ranks(2, [&](int rank) {
       MoeLayer layer(weights, options_on(all[rank], false));
+      RuntimeCalls& calls = WatchedRuntime::calls;
       layer.start_move(other_than_linear());
+      calls = {};
+      layer.commit_move();
+      if (rank == 1) copies = calls.copies;
+      layer.start_move(ExpertPlacement::linear(kExperts, 2));
       all[rank]->barrier();
-      if (rank == 1) WatchedRuntime::calls.copies_until_error = copies;
+      calls = {};
+      if (rank == 1) calls.copies_until_error = until_error;
       const std::string error = error_text([&] { layer.commit_move(); });
-      WatchedRuntime::calls.copies_until_error = -1;
+      calls.copies_until_error = -1;
+      EXPECT_EQ(calls.waits, 1) << "for the copies, before others get the memory";
       EXPECT_EQ(error.find("the device is broken") != std::string::npos, rank == 1) << error;
       const std::string next = error_text([&] { forward(layer, input_of(rank, 1), kTokens); });
       EXPECT_NE(next.find("rank 1: the device is broken"), std::string::npos) << next;

@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "../inside/watched_runtime.h"
 #include "../ranks/same_parts.h"
 #include "peer_ranks.h"
 #include "testing/random.h"
@@ -50,6 +51,18 @@ inline LayerOptions options_on(const std::shared_ptr<Communicator>& communicator
 
 inline Tensor input_of(int rank, int step) {
   return random_tensor(DType::kBF16, {tokens_of(rank), kHidden}, 1, 100 * step + rank);
+}
+
+/// How many copies a rank makes to bring the experts of other_than_linear(), where a WatchedRuntime
+/// counts them.
+inline int copies_of_move(const std::vector<std::unique_ptr<MoeLayer>>& layers, int rank) {
+  int copies = 0;
+  run_ranks(2, [&](int each) {
+    WatchedRuntime::calls = {};
+    layers[each]->start_move(other_than_linear());
+    if (each == rank) copies = WatchedRuntime::calls.copies;
+  });
+  return copies;
 }
 
 /// What a layer of these options holds and computes is what a new one does.

@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
-#include "../inside/watched_runtime.h"
 #include "../ranks/leaks.h"
 #include "../unit/error_text.h"
 #include "moe/peer_memory.h"
@@ -142,6 +141,19 @@ TEST_F(PeerFailuresTest, WhoWaitsLearnsWhatAnotherRankHasThrown) {
   two.expect_error("rank 1: enough");
 }
 
+/// It has more tokens than there may be.
+TEST_F(PeerFailuresTest, ARankThatThrowsBeforeItsStepIsHeardAtOnce) {
+  const TwoRanks two(kPatient);
+  const Tensor x = Tensor::empty({kTokens + 1, kHidden}, DType::kBF16, kGpu),
+               output = Tensor::empty(x.shape(), x.dtype(), kGpu);
+  two.forward(*two.first[0], 0, two.options(0));
+  const auto begin = steady_clock::now();
+  EXPECT_THROW(two.first[1]->forward(x, output, two.buffers[1].scratch(), two.options(1)), Error);
+  synchronize(two.streams[0]);
+  EXPECT_LT(steady_clock::now() - begin, std::chrono::seconds(1));
+  two.expect_error("rank 1: hidden_states: was 25 tokens; must be at most 24");
+}
+
 TEST_F(PeerFailuresTest, AStepThatIsThrownAwayEndsTheCommunicator) {
   const TwoRanks two(kPatient);
   two.forward(*two.first[0], 0, two.options(0));
@@ -234,15 +246,16 @@ TEST_F(PeerFailuresTest, BlocksThatAreNotMappedLeakNothing) {
       100, gpu_bytes_in_use);
 }
 
-/// Rank 1 breaks off while it fills its block, or while it copies what comes.
+/// Rank 1 breaks off at any one of its copies.
 TEST_F(PeerFailuresTest, MovesThatFailLeakNothing) {
   const WatchedRuntime watched(DeviceKind::kCuda);
   const PeerRanks ranks(2);
   const auto layers = ranks.make(make_layer_weights({small_case("bf16")}), kTokens);
+  const int copies = copies_of_move(layers, 1);
   expect_no_leaks(
       [&](int round) {
         run_ranks(2, [&](int rank) {
-          if (rank == 1) WatchedRuntime::calls.copies_until_error = round % 2 == 0 ? 20 : 70;
+          if (rank == 1) WatchedRuntime::calls.copies_until_error = round % copies;
           const std::string error =
               error_text([&] { layers[rank]->start_move(other_than_linear()); });
           WatchedRuntime::calls = {};

@@ -1,5 +1,6 @@
 // Ranks that are processes whose rows go through the memory of their GPUs, on one GPU or on two:
-// one is killed or stopped. The other is told in time, and its GPU works on.
+// one is killed or stopped. (And a move of experts over NCCL, in which one is killed.) The other is
+// told in time, and its GPU works on.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -47,16 +48,19 @@ struct Process {
   const Tensor x = random_tensor(DType::kBF16, {kTokens, kHidden}, 1, 9);
   const Tensor right = forward(alone, x, 0);  // loads what it needs, before any deadline
   const milliseconds timeout = scene.starts_with("stop") ? kDeadline : kPatient;
+  const bool has_peers = !scene.ends_with("NCCL");
+  const CommunicatorOptions options{timeout, device, true, has_peers};
+  const std::shared_ptr<ControlPlane> control = make_control_plane(rank, 2, gather, kPatient);
   const std::shared_ptr<Communicator> communicator =
-      std::make_shared<Communicator>(rank, 2, make_control_plane(rank, 2, gather, kPatient),
-                                     nullptr, CommunicatorOptions{timeout, device, true, true});
+      has_peers ? std::make_shared<Communicator>(rank, 2, control, nullptr, options)
+                : make_communicator(rank, 2, control, options);
   MoeLayer layer{weights, options_on(communicator, true)};
 
   void expect_works() const {
     EXPECT_TRUE(bitwise_equal(forward(alone, x, 0), right)) << "the GPU works on";
   }
   void serve() const {
-    EXPECT_EQ(rows_travel(layer), "peer memory");
+    EXPECT_EQ(rows_travel(layer) == "peer memory", has_peers) << rows_travel(layer);
     for (int i = 0; i < 10; ++i) {
       const Tensor rows = random_tensor(DType::kBF16, {kTokens - rank, kHidden}, 1, 2 * i + rank);
       EXPECT_TRUE(bitwise_equal(forward(layer, rows, kTokens), forward(alone, rows, 0)));
@@ -173,7 +177,7 @@ TEST_F(PeerProcessesTest, DISABLED_OneProcess) {
   if (scene == "results") process.wait_for_results();
   if (scene == "arena") process.read_its_arena();
   if (scene == "block") process.copy_its_block();
-  if (scene == "experts") process.move_experts();
+  if (scene.starts_with("experts")) process.move_experts();
   if (scene == "kill in replays") process.run_steps(SIGKILL, true);
   if (scene == "stop in forwards") process.run_steps(SIGSTOP, false);
   if (scene == "stop in replays") process.run_steps(SIGSTOP, true);
@@ -204,6 +208,14 @@ TEST_F(PeerProcessesTest, AProcessThatIsKilledWhileExpertsMove) {
   set_scene("experts");
   expect_that_a_killed_rank_is_told();
   if (cuda_device_count() > 1) expect_that_a_killed_rank_is_told("CUDA_VISIBLE_DEVICES");
+}
+
+TEST_F(PeerProcessesTest, AProcessThatIsKilledWhileExpertsMoveOverNccl) {
+  if (cuda_device_count() < 2) GTEST_SKIP() << "one GPU";
+  if (!nccl_info().problem.empty()) GTEST_SKIP() << nccl_info().problem;
+  setenv("NCCL_NVLS_ENABLE", "0", 0);
+  set_scene("experts over NCCL");
+  expect_that_a_killed_rank_is_told();
 }
 
 TEST_F(PeerProcessesTest, AProcessThatIsKilledInReplays) {
