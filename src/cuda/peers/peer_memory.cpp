@@ -113,10 +113,9 @@ class CudaPeerMemory final : public PeerMemory {
         end.record(stream);
         return elapsed_ms(begin, end);
       };
-      const auto read_all = [&] { read_arena(arena, bytes(), kBytes, &shared_->seldom, stream); };
+      const auto read_all = [&] { read_arena(arena, bytes(), kBytes, &shared_->sink, stream); };
       const double first = milliseconds(read_all), second = milliseconds(read_all);
-      const double words =
-          milliseconds([&] { read_words(arena, kWords, &shared_->seldom, stream); });
+      const double words = milliseconds([&] { read_words(arena, kWords, &shared_->sink, stream); });
       links_[rank] = {kBytes / std::min(first, second) * 1e3, words * 1e3 / kWords};
     }
   }
@@ -211,8 +210,8 @@ class CudaPeerMemory final : public PeerMemory {
   struct Pinned {
     FailureRecord record;
     std::uint32_t abort = 0;
-    std::uint64_t slots = 0;   // as in SlotCount
-    std::uint32_t seldom = 0;  // what nobody reads
+    std::uint64_t slots = 0;  // as in SlotCount
+    std::uint32_t sink = 0;   // what nobody reads
   };
 
   static Error overlapping() {

@@ -261,14 +261,15 @@ __global__ void read_marks_kernel(const MappedBlocks blocks) {
   blocks.heads[blocks.rank]->found[rank] = DeviceWords::load_acquire(&blocks.heads[rank]->mark);
 }
 
-/// What nobody wants is not read. So it is written where it is a number that is not there.
-__device__ void want(std::uint32_t read, std::uint32_t* seldom) {
-  constexpr std::uint32_t kSeldom = 0x9e3779b9;
-  if (read == kSeldom) *seldom = read;
+/// Uses what was read, which the compiler would leave out else: writes it if it is a number that
+/// hardly ever comes.
+__device__ void consume(std::uint32_t read, std::uint32_t* sink) {
+  constexpr std::uint32_t kRare = 0x9e3779b9;
+  if (read == kRare) *sink = read;
 }
 
 __global__ void __launch_bounds__(kMostThreads)
-    read_arena_kernel(const uint4* arena, int parts_of_arena, int parts, std::uint32_t* seldom) {
+    read_arena_kernel(const uint4* arena, int parts_of_arena, int parts, std::uint32_t* sink) {
   constexpr int kUnits = kReadBytes / sizeof(uint4), kBatch = kUnits / kMostThreads;
   std::uint32_t read = 0;
   for (int part = static_cast<int>(blockIdx.x); part < parts; part += static_cast<int>(gridDim.x)) {
@@ -279,13 +280,13 @@ __global__ void __launch_bounds__(kMostThreads)
 #pragma unroll
     for (const uint4& value : values) read += value.x + value.y + value.z + value.w;
   }
-  want(read, seldom);
+  consume(read, sink);
 }
 
-__global__ void read_words_kernel(const std::uint64_t* word, int times, std::uint32_t* seldom) {
+__global__ void read_words_kernel(const std::uint64_t* word, int times, std::uint32_t* sink) {
   std::uint64_t read = 0;
   for (int i = 0; i < times; ++i) read += DeviceWords::load_acquire(word);
-  want(static_cast<std::uint32_t>(read), seldom);
+  consume(static_cast<std::uint32_t>(read), sink);
 }
 
 }  // namespace
@@ -326,14 +327,14 @@ void read_marks(const MappedBlocks& blocks, Stream stream) {
 }
 
 void read_arena(const ArenaHead& arena, std::size_t arena_bytes, std::size_t bytes,
-                std::uint32_t* seldom, Stream stream) {
+                std::uint32_t* sink, Stream stream) {
   launch(read_arena_kernel, dim3(static_cast<unsigned>(multiprocessor_count(stream.device))),
          dim3(kMostThreads), 0, stream, false, reinterpret_cast<const uint4*>(&arena),
-         static_cast<int>(arena_bytes / kReadBytes), static_cast<int>(bytes / kReadBytes), seldom);
+         static_cast<int>(arena_bytes / kReadBytes), static_cast<int>(bytes / kReadBytes), sink);
 }
 
-void read_words(const ArenaHead& arena, int times, std::uint32_t* seldom, Stream stream) {
-  launch(read_words_kernel, dim3(1), dim3(1), 0, stream, false, &arena.mark, times, seldom);
+void read_words(const ArenaHead& arena, int times, std::uint32_t* sink, Stream stream) {
+  launch(read_words_kernel, dim3(1), dim3(1), 0, stream, false, &arena.mark, times, sink);
 }
 
 void load_step_kernels() {

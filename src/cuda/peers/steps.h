@@ -47,12 +47,12 @@ struct MappedBlocks {
 /// Writes down in the own block which mark each block has.
 void read_marks(const MappedBlocks& blocks, Stream stream);
 /// For timing: reads so many bytes of an arena, from its beginning again where it is shorter; both
-/// are multiples of kReadBytes. `seldom` may be written.
+/// are multiples of kReadBytes. `sink` may be written.
 inline constexpr std::size_t kReadBytes = std::size_t{128} << 10;  // of a block at a time
 void read_arena(const ArenaHead& arena, std::size_t arena_bytes, std::size_t bytes,
-                std::uint32_t* seldom, Stream stream);
+                std::uint32_t* sink, Stream stream);
 /// And one word, so many times, always when it has come.
-void read_words(const ArenaHead& arena, int times, std::uint32_t* seldom, Stream stream);
+void read_words(const ArenaHead& arena, int times, std::uint32_t* sink, Stream stream);
 
 /// Loads them on the current device: to load one later may wait for those that run. Blocks are made
 /// before, which has loaded read_marks().
