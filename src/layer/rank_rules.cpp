@@ -105,10 +105,10 @@ void RankRules::move_experts(const ExpertPlacement& moved, Stream stream) {
 
 void RankRules::place_experts(Stream stream) {
   const bool divided = parallel.ep_size > 1;
-  // Places of the flat ranks in the group; -1: a rank outside, whose experts are not reached.
-  std::vector<std::int32_t> place(static_cast<std::size_t>(parallel.num_ranks()), -1);
+  // Of the flat ranks, as numbers of the group; -1: a rank outside, whose experts are not reached.
+  std::vector<std::int32_t> in_group(static_cast<std::size_t>(parallel.num_ranks()), -1);
   for (std::size_t i = 0; i < members.size(); ++i) {
-    place[static_cast<std::size_t>(members[i])] = static_cast<std::int32_t>(i);
+    in_group[static_cast<std::size_t>(members[i])] = static_cast<std::int32_t>(i);
   }
   const ExpertPlacement::Table table = placement.table();
   ids_stay = true;
@@ -119,7 +119,7 @@ void RankRules::place_experts(Stream stream) {
   std::vector<bool> owns(static_cast<std::size_t>(size), !divided);
   for (std::size_t p = 0; divided && p < map.size(); ++p) {
     if (ranks[p] != parallel.rank()) map[p] = -1;
-    ranks[p] = place[ranks[p]];
+    ranks[p] = in_group[ranks[p]];
     if (ranks[p] >= 0) owns[ranks[p]] = true;
   }
   owners.clear();
