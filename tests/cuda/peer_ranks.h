@@ -28,6 +28,10 @@ struct PeerBuffers {
     workspace = Tensor::empty({static_cast<std::int64_t>(bytes)}, DType::kU8, config.device);
     ids = Tensor::empty({tokens, config.topk}, DType::kI32, config.device);
     weights = Tensor::empty({tokens, config.topk}, DType::kF32, config.device);
+    // NaN: a row that nobody fetched must not count.
+    for (const Tensor& written : {output, workspace}) {
+      fill_bytes(written, 0xff, Stream{config.device});
+    }
   }
   void fill(const Tensor& rows) const { copy(rows, x, Stream{x.device()}); }
   Workspace scratch() const {
