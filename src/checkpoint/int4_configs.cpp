@@ -100,15 +100,15 @@ constexpr auto kHarmless = std::to_array<std::string_view>({"damp_percent",
                                                             "kv_cache_scheme"});
 
 /// The numbers of one module.
-struct Settings {
+struct Int4Settings {
   std::int64_t bits = 4, group = -1;
   bool symmetric = true, ordered = false, static_groups = false;
   std::string data_type = "int";
 };
 
 /// Those of `config`, and where it says nothing `otherwise`.
-Settings read_settings(const ConfigKeys& config, const std::optional<Settings>& otherwise) {
-  Settings settings = otherwise.value_or(Settings{});
+Int4Settings read_settings(const ConfigKeys& config, const std::optional<Int4Settings>& otherwise) {
+  Int4Settings settings = otherwise.value_or(Int4Settings{});
   std::optional<std::int64_t> bits, group(settings.group);
   if (otherwise) bits = settings.bits;
   settings.bits = config.integer(config.find("w_bit") ? "w_bit" : "bits", 1, 32, bits);
@@ -139,7 +139,8 @@ void check_rest(const ConfigKeys& config) {
 }
 
 /// 16 bits and more: not quantized.
-std::optional<QuantScheme> scheme_of(const ConfigKeys& config, const Settings& settings, bool awq) {
+std::optional<QuantScheme> scheme_of(const ConfigKeys& config, const Int4Settings& settings,
+                                     bool awq) {
   const auto [bits, group, symmetric, ordered, static_groups, type] = settings;
   if (bits >= 16) return std::nullopt;
   check_rest(config);
@@ -158,7 +159,7 @@ std::optional<QuantScheme> scheme_of(const ConfigKeys& config, const Settings& s
 
 /// What one entry of a table of modules says.
 ModuleFormat format_of_entry(const nlohmann::json& table, const std::string& key,
-                             const std::string& label, const Settings& base, bool awq) {
+                             const std::string& label, const Int4Settings& base, bool awq) {
   const std::string source = core::format("{}.{}", label, files::quote(key));
   return read_format(source, [&] {
     const nlohmann::json& value = table.at(key);
@@ -171,8 +172,8 @@ ModuleFormat format_of_entry(const nlohmann::json& table, const std::string& key
 
 /// GPTQModel's `dynamic`: "-:pattern" leaves modules as they are, "+:pattern" or "pattern" changes
 /// settings. It sorts the former to the front.
-void add_dynamic(const ConfigKeys& config, const KeyOrder& order, const Settings& base, bool awq,
-                 ModuleRules& rules) {
+void add_dynamic(const ConfigKeys& config, const KeyOrder& order, const Int4Settings& base,
+                 bool awq, ModuleRules& rules) {
   const std::optional<ConfigKeys> dynamic = config.object("dynamic");
   std::vector<std::string> patterns = keys_in_order(config, "dynamic", order);
   std::stable_partition(patterns.begin(), patterns.end(),
@@ -193,7 +194,7 @@ void add_dynamic(const ConfigKeys& config, const KeyOrder& order, const Settings
 }
 
 /// AutoRound's `extra_config`: names first, then patterns for any part of a name.
-void add_extra(const ConfigKeys& config, const KeyOrder& order, const Settings& base, bool awq,
+void add_extra(const ConfigKeys& config, const KeyOrder& order, const Int4Settings& base, bool awq,
                ModuleRules& rules) {
   const std::optional<ConfigKeys> extra = config.object("extra_config");
   std::vector<std::string> texts = keys_in_order(config, "extra_config", order);
@@ -246,7 +247,7 @@ std::vector<std::string> names_of(const ConfigKeys& config, const char* key) {
 }
 
 /// The base format for every module, or for those that the config lists: within a block, or blocks.
-void add_base(const ConfigKeys& config, const Settings& base, bool awq, ModuleRules& rules) {
+void add_base(const ConfigKeys& config, const Int4Settings& base, bool awq, ModuleRules& rules) {
   const std::size_t format =
       rules.add_format(read_format(config.path(), [&] { return scheme_of(config, base, awq); }));
   for (const char* key : {"modules_in_block_to_quantize", "block_name_to_quantize",
@@ -292,7 +293,7 @@ QuantRules parse(const ConfigKeys& config, const KeyOrder& order, Layout layout)
   const std::string backend = config.string("backend", "");
   FUSEDMOE_CHECK_SUPPORTED(backend != "llm-awq", kQuantScheme, config.label("backend"),
                            files::quote(backend), "autoawq: llm-awq packs in another order");
-  Settings base = read_settings(config, {});
+  Int4Settings base = read_settings(config, {});
   if (awq) {
     FUSEDMOE_CHECK_FILE(config.find("group_size") || config.find("q_group_size"),
                         config.label("group_size"), "absent", "an integer");
