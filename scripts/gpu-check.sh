@@ -234,7 +234,10 @@ sanitized() {
   local log=$log.$1 status=1 elapsed=0
   read -r status elapsed <"$log.status"
   echo "$2 $3 $4 $5: $elapsed s"
-  ((status == 0)) || tail -n 40 "$log"
+  if ((status != 0)); then
+    grep -m 30 '^=========' "$log"  # the first report
+    tail -n 20 "$log"
+  fi
   return "$status"
 }
 if wants sanitizers; then
