@@ -5,7 +5,7 @@
 # alone, and whole steps both ways. Results go to a folder, with the commit in their name.
 #
 #   scripts/ep-check.sh [--steps build,tests,bench] [--build build-cuda] [--output bench/results]
-#                       [--commit NAME] [--model deepseek-v3] [--seconds 480]
+#                       [--commit NAME] [--model deepseek-v3] [--seconds 1200]
 #
 # Exit status: 0 only when everything passed. What does not end within --seconds has failed.
 set -uo pipefail
@@ -16,10 +16,10 @@ build="build-cuda"
 output=bench/results
 commit=$(git describe --always --dirty --abbrev=7 2>/dev/null || echo unknown)
 model=deepseek-v3
-seconds=480
+seconds=1200
 tokens=(1 8 32 128 512 2048 8192)
 build_seconds=330
-test_seconds=200
+test_seconds=400
 bench_seconds=60  # each number of GPUs and transport
 tests=(cuda_rank_rows_test cuda_ranks_test cuda_rank_deployments_test cuda_rank_hooks_test
   cuda_rank_failures_test cuda_peer_memory_test cuda_peer_set_up_test cuda_peer_sums_test

@@ -4,7 +4,7 @@
 # against floors and peers. Results go to a folder, with the commit in their names.
 #
 #   scripts/gpu-check.sh [--steps build,tests,ptx,python,sanitizers,bench] [--output bench/results]
-#                        [--build build-cuda] [--commit NAME] [--seconds 480] [--cmake "ARGUMENTS"]
+#                        [--build build-cuda] [--commit NAME] [--seconds 3600] [--cmake "ARGUMENTS"]
 #
 # Step ptx, not done unless it is named, runs the tests of the experts by PTX that the driver compiles,
 # within the limits of the GPUs that it is for: sm80 as on 8.0 and 8.6, sm89 as on 8.9. The latter's is
@@ -26,7 +26,7 @@ output=bench/results
 build="build-cuda"
 commit=$(git describe --always --dirty --abbrev=7 2>/dev/null || echo unknown)
 jobs=$(nproc)
-seconds=480
+seconds=3600
 cmake=
 
 # tool of compute-sanitizer | test program | cases | experts under test, by default sm90: each tool
@@ -90,10 +90,10 @@ checks=(
   "synccheck|cuda_backend_test|*Duplicates*:*RoutingOfShared*"
 )
 build_seconds=300
-test_seconds=240
-ptx_seconds=400
+test_seconds=600
+ptx_seconds=900
 model_seconds=200
-check_seconds=150  # each
+check_seconds=400  # each
 side_by_side=6     # checks
 bench_seconds=120  # each model
 
