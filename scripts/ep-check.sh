@@ -73,6 +73,10 @@ if wants tests; then
   for test in "${tests[@]}"; do
     step "$test" within "$test_seconds" "$build/tests/$test" --gtest_brief=1
   done
+  for test in cuda_peer_memory_test cuda_peer_lanes_test cuda_peer_random_test; do
+    FUSEDMOE_TEST_EXPERTS=sm80 step "$test, sm80" \
+      within "$test_seconds" "$build/tests/$test" --gtest_brief=1
+  done
 fi
 if wants bench; then
   for ranks in 2 4 8; do

@@ -130,7 +130,7 @@ TEST_F(PeerSumsTest, OfManyRanksTakeTwoShots) {
   }
 }
 
-/// On two GPUs and more a rank has one for itself. 4 MiB are 728 tokens.
+/// On two GPUs and more a rank has one for itself. 6 MiB are 1092 tokens.
 TEST_F(PeerSumsTest, OfManyTokensTakeSeveral) {
   const int size = std::min(cuda_device_count(), 8);
   if (size < 2) GTEST_SKIP() << "needs two GPUs";

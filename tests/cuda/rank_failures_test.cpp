@@ -180,7 +180,7 @@ TEST(CudaRankFailuresTest, ARankThatSleeps) {
   for (const Way& way : ways(false)) {
     bool awake = false;
     expect_late(way, 1, [&](const Rank& rank) {
-      std::this_thread::sleep_for(kDeadline + milliseconds(1000));
+      std::this_thread::sleep_for(kDeadline + milliseconds(300));
       try {
         rank.step(rank.first);
       } catch (const Error& error) {
