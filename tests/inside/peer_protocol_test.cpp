@@ -10,12 +10,12 @@
 namespace fusedmoe::cuda::peer_protocol_test {
 
 TEST(PeerProtocolTest, NobodyReadsTooEarlyOrWritesTooEarlyAgain) {
-  // 2 * 2 * (2 + 3 + 5 + 8) * 1400: 10^5 delays.
+  // 2 rounds * (2 + 3 + 5 + 8) ranks * 2800 steps: 10^5 delays.
   for (const int size : {2, 3, 5, 8}) {
     Host host(size);
     host.run([&](int rank) {
       Rank self(host, rank);
-      for (std::uint64_t number = 1; number <= 1400; ++number) {
+      for (std::uint64_t number = 1; number <= 2800; ++number) {
         StepKey key = kKey;
         key.layer = static_cast<std::uint32_t>(number % 3);
         ASSERT_TRUE(self.step(key, number)) << self.text();
