@@ -122,7 +122,8 @@ void add_messages(std::vector<Message>& messages, int peer, const PackedParts& p
   }
 }
 
-/// A stream whose copies have ended when it goes. Its priority is the lowest, as CUDA's default is.
+/// A stream for copies. Its destructor waits until they have ended. It has the lowest priority,
+/// which is what a CUDA stream has unless it asks for another.
 class CopyStream {
  public:
   explicit CopyStream(Device device) : stream_(device) {}
@@ -228,8 +229,8 @@ class Move {
   static const PackedParts& expert_of(const Transfer& transfer, const Leaving& leaving) {
     return leaving.at(core::to_string(transfer.from_index));
   }
-  /// Copies what comes from the blocks of other ranks, and waits: these fill them again when all
-  /// have done so.
+  /// Copies the experts that come to this rank out of the blocks of other ranks. Waits for the
+  /// copies: when all ranks have done so, the blocks are filled again.
   void copy_lent(const Arriving& arriving, const std::map<int, Json>& described,
                  Stream stream) const {
     for (const auto& [each, parts] : arriving) {
@@ -253,7 +254,7 @@ class Move {
     synchronize(stream);
     communicator_.check();  // aborted transfers of a GPU end, too
   }
-  /// What leaves the ranks from which something comes to this one, as they have described it.
+  /// By rank, of those that send this one an expert: its description of the experts that leave it.
   std::map<int, Json> sources_of(std::span<const Transfer> transfers,
                                  std::span<const std::string> texts) const {
     std::map<int, Json> described;

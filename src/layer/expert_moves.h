@@ -24,8 +24,9 @@ struct Transfer {
   int from;  // -1: no rank has it
   std::int64_t from_index;
 };
-/// For each local index of each rank, in their order. An expert comes from the rank itself, if it
-/// has it, else from one of those that do, by turns.
+/// One transfer for each expert that a rank is to have: rank by rank, in the order of local
+/// indices. It comes from the rank itself if that has the expert, else from the ranks that have
+/// it, by turns.
 std::vector<Transfer> transfers(const Holdings& held, const Holdings& wanted);
 
 /// An expert that has come, for a local index of this rank.
@@ -44,8 +45,8 @@ void bring(Communicator& communicator, const Experts& experts, const PackedWeigh
            std::span<const Transfer> transfers, const MakeRoom& make_room, const Receive& receive,
            std::string_view what);
 
-/// Waits for the copies of a stream, whose memory somebody else may get next. Without an Error:
-/// after a failure of the device none runs.
+/// Waits until the copies of a stream have ended, so that their memory can be given to somebody
+/// else. Throws nothing: after a failure of the device no copy runs any more.
 void end_copies(Stream stream) noexcept;
 
 }  // namespace fusedmoe::layer

@@ -18,9 +18,9 @@ struct PeerGroup {
   std::vector<int> names;  ///< of the ranks, in errors
 };
 
-/// The blocks of all ranks, as one rank has mapped them. Who destroys this object makes sure that
-/// this rank's GPU reads none of them any more. The memory of a block lives as long as any rank
-/// maps it.
+/// The blocks of all ranks, as one rank has mapped them. Before this object is destroyed, the
+/// reads of this rank's GPU must have ended. The memory of a block is freed when no rank maps it
+/// any more.
 class PeerBlocks {
  public:
   /// At the beginning of each block: its mark, and what who uses the block may have there.

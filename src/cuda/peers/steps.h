@@ -54,8 +54,8 @@ void read_arena(const ArenaHead& arena, std::size_t arena_bytes, std::size_t byt
 /// And one word, so many times, always when it has come.
 void read_words(const ArenaHead& arena, int times, std::uint32_t* sink, Stream stream);
 
-/// Loads them on the current device: to load one later may wait for those that run. Blocks are made
-/// before, which has loaded read_marks().
+/// Loads the kernels above on the current device now: a kernel that is loaded later may wait for
+/// those that run. read_marks() is not among them: it has run when the blocks were mapped.
 void load_step_kernels();
 /// Loads the kernels of sum_results(), and of sum_parts(); load_step_kernels() calls them.
 void load_sum_kernels();

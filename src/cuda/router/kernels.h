@@ -43,8 +43,8 @@ struct RouteLaunch {
 RouteLaunch route_launch_of(const RouteParams& params, Device device);
 
 void launch_route(const RouteParams& params, const RouteLaunch& shape, Stream stream);
-/// Whether `function` is the kernel that launch_route() launches. A kernel launched right behind it
-/// may begin before it ends. What was done before it is there then; ids and weights are not yet.
+/// Whether `function` is the kernel that launch_route() launches. That kernel lets the launch
+/// behind it begin early: what ran before the router is complete then, its ids and weights are not.
 bool is_route_kernel(const void* function);
 /// Behind launch_route: the weights of kSparsemixer.
 void launch_near_weights(const RouteParams& params, Stream stream);
