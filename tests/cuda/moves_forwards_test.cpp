@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "../unit/error_text.h"
@@ -22,28 +23,29 @@ constexpr int kAhead = 10;
 
 class CudaMovesForwardsTest : public CudaTest {};
 
-/// Brings experts on threads of their own, one for each of some ranks.
+/// Brings the experts of another placement on `size` ranks, on a thread for each of the `driven`
+/// ranks that are the caller's.
 class Movers {
  public:
   using Move = std::function<void(int rank, const ExpertPlacement& placement)>;
-  Movers(int size, Move move) : move_(std::move(move)), size_(size) {}
+  Movers(int size, int driven, Move move) : move_(std::move(move)), size_(size), driven_(driven) {}
 
   void start() {
     here_ = 0;
-    const ExpertPlacement placement = random_placement(2, ++seed_);
-    for (int r = 0; r < size_; ++r) {
+    const ExpertPlacement placement = random_placement(size_, ++seed_);
+    for (int r = 0; r < driven_; ++r) {
       threads_.emplace_back([this, r, placement] {
         EXPECT_EQ(error_text([&] { move_(r, placement); }), "no error");
         ++here_;
       });
     }
   }
-  bool are_here() const { return here_ == size_; }
+  bool are_here() const { return here_ == driven_; }
   void join() { threads_.clear(); }
 
  private:
   const Move move_;
-  const int size_;
+  const int size_, driven_;
   std::atomic<int> here_{0};
   std::uint64_t seed_ = 0;
   std::vector<std::jthread> threads_;
@@ -83,23 +85,24 @@ class Outputs {
   int step_ = 0;
 };
 
-/// One thread drives two ranks that share a GPU and map each other's memory. No messages can be
+/// One thread drives all ranks, which share a GPU and map each other's memory. No messages can be
 /// sent, so experts come by copies.
 TEST_F(CudaMovesForwardsTest, OfRanksThatShareAGpuAndHaveNoDataPlane) {
   const LayerWeights weights = make_layer_weights({small_case("fp8_block")});
   const MoeLayer alone(weights, options_of(kGpu, true));
-  for (const bool replays : {false, true}) {
-    SCOPED_TRACE(replays ? "replays" : "forwards");
-    const PeerRanks ranks(2);
-    const auto layers = ranks.make(weights, kTokens, true, [](int, LayerOptions& options) {
-      options.ranks.placement = random_placement(2, 0);
+  for (const auto& [size, replays] :
+       {std::pair(2, false), std::pair(2, true), std::pair(4, true)}) {
+    SCOPED_TRACE(std::to_string(size) + (replays ? " ranks, replays" : " ranks, forwards"));
+    const PeerRanks ranks(size);
+    const auto layers = ranks.make(weights, kTokens, true, [&](int, LayerOptions& options) {
+      options.ranks.placement = random_placement(ranks.size(), 0);
     });
-    std::vector<std::shared_ptr<Communicator>> lanes(2);
-    run_ranks(2, [&](int rank) { lanes[rank] = ranks.communicators[rank]->lane(1); });
+    std::vector<std::shared_ptr<Communicator>> lanes(size);
+    run_ranks(size, [&](int rank) { lanes[rank] = ranks.communicators[rank]->lane(1); });
     EXPECT_EQ(lanes[0]->backend(), "none");
     std::vector<PeerBuffers> buffers;
     std::vector<Outputs> outputs;
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < size; ++r) {
       buffers.emplace_back(*layers[r], tokens_of(r), kTokens);
       outputs.emplace_back(alone, r);
     }
@@ -112,19 +115,19 @@ TEST_F(CudaMovesForwardsTest, OfRanksThatShareAGpuAndHaveNoDataPlane) {
     synchronize(stream);
     std::optional<Graph> graph;
     if (replays) graph.emplace(stream, [&] { run_all(layers, buffers, options); });
-    Movers movers(2, [&](int rank, const ExpertPlacement& placement) {
+    Movers movers(size, size, [&](int rank, const ExpertPlacement& placement) {
       layers[rank]->start_move(placement, *lanes[rank]);
     });
     movers.start();
     int moves = 0;
     for (int step = 0; step < kForwards || moves < kMoves; ++step) {
-      for (int r = 0; r < 2; ++r) copy(outputs[r].input(step), buffers[r].x, stream);
+      for (int r = 0; r < size; ++r) copy(outputs[r].input(step), buffers[r].x, stream);
       graph ? graph->launch(stream) : run_all(layers, buffers, options);
-      for (int r = 0; r < 2; ++r) outputs[r].keep(buffers[r].output, stream);
+      for (int r = 0; r < size; ++r) outputs[r].keep(buffers[r].output, stream);
       if (step % kAhead != kAhead - 1) continue;
       const bool commits = movers.are_here();  // some forwards are under way then
       synchronize(stream);
-      for (int r = 0; r < 2; ++r) {
+      for (int r = 0; r < size; ++r) {
         outputs[r].compare();
         ranks.communicators[r]->check();
       }
@@ -135,25 +138,25 @@ TEST_F(CudaMovesForwardsTest, OfRanksThatShareAGpuAndHaveNoDataPlane) {
       movers.start();
     }
     movers.join();
-    for (int r = 0; r < 2; ++r) EXPECT_EQ(error_text([&] { lanes[r]->check(); }), "no error");
+    for (int r = 0; r < size; ++r) EXPECT_EQ(error_text([&] { lanes[r]->check(); }), "no error");
   }
 }
 
-/// Each rank is a thread with a stream of its own, and a GPU where there are two.
+/// Each rank is a thread with a stream of its own, and a GPU where there are enough.
 TEST_F(CudaMovesForwardsTest, OfRanksWithAStreamEach) {
   const LayerWeights weights = make_layer_weights({small_case("fp8_block")});
   for (const Setting& setting : all_settings()) {
-    if (setting.size != 2) continue;
+    if (setting.size > 4) continue;
     for (const bool replays : {false, true}) {
       if (replays && !setting.peers) continue;  // no messages of rows for each slot are recorded
       SCOPED_TRACE(setting.name() + (replays ? " replays" : " forwards"));
-      Ranks ranks(setting), second({2, setting.nccl, setting.peers});
-      run_ranks(2, [&](int rank) {
+      Ranks ranks(setting), second(setting);
+      run_ranks(setting.size, [&](int rank) {
         const auto communicator = ranks.join(rank), over = second.join(rank);
         const Device device = communicator->device();
         const CurrentDevice current(device);
         LayerOptions options = options_on(communicator, true);
-        options.ranks.placement = random_placement(2, 0);
+        options.ranks.placement = random_placement(setting.size, 0);
         MoeLayer layer(weights, options);
         const PeerBuffers own(layer, tokens_of(rank), kTokens);
         const OwnedStream stream(device);
@@ -167,8 +170,9 @@ TEST_F(CudaMovesForwardsTest, OfRanksWithAStreamEach) {
         synchronize(stream);
         std::optional<Graph> graph;
         if (replays) graph.emplace(stream, run);
-        Movers mover(
-            1, [&](int, const ExpertPlacement& placement) { layer.start_move(placement, *over); });
+        Movers mover(setting.size, 1, [&](int, const ExpertPlacement& placement) {
+          layer.start_move(placement, *over);
+        });
         communicator->barrier();
         mover.start();
         int moves = 0;
@@ -181,7 +185,7 @@ TEST_F(CudaMovesForwardsTest, OfRanksWithAStreamEach) {
           synchronize(stream);
           communicator->check();
           outputs.compare();
-          if (std::ranges::count(texts, "here") < 2) continue;
+          if (std::ranges::count(texts, "here") < setting.size) continue;
           mover.join();
           layer.commit_move();
           ++moves;

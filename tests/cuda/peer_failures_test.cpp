@@ -3,6 +3,8 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <functional>
+
 #include "../ranks/leaks.h"
 #include "../unit/error_text.h"
 #include "moe/peer_memory.h"
@@ -18,25 +20,25 @@ constexpr milliseconds kDeadline{400};
 
 class PeerFailuresTest : public CudaTest {};
 
-/// Two ranks on one GPU with two layers, each rank with a stream of its own.
-struct TwoRanks {
+/// Ranks with two layers, each rank with a stream of its own.
+struct RanksWithStreams {
   PeerRanks ranks;
   std::vector<std::unique_ptr<MoeLayer>> first, second;
   std::vector<PeerBuffers> buffers;
   std::vector<OwnedStream> streams;
 
-  explicit TwoRanks(milliseconds timeout = kDeadline) : ranks(2, 1, timeout) {
+  RanksWithStreams(int size, int gpus, milliseconds timeout) : ranks(size, gpus, timeout) {
     const LayerWeights weights = make_layer_weights({small_case("bf16")});
     first = ranks.make(weights, kTokens);
     second = ranks.make(weights, kTokens);
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < size; ++r) {
       buffers.emplace_back(*first[r], kTokens, kTokens);
       buffers[r].fill(random_tensor(DType::kBF16, {kTokens, kHidden}, 1, r));
-      streams.emplace_back(kGpu);
+      streams.emplace_back(first[r]->config().device);
     }
-    synchronize(Stream{kGpu});
+    wait_for_all(first);
     run_all(first, buffers, {});  // loads what it needs
-    synchronize(Stream{kGpu});
+    wait_for_all(first);
   }
   ForwardOptions options(int rank, std::int64_t most = kTokens) const {
     ForwardOptions result;
@@ -59,10 +61,16 @@ struct TwoRanks {
     }
     return {};
   }
-  /// Both fail with this text, at once or soon, and so does every later forward.
+  /// All forward but one.
+  void forward_without(int absent) const {
+    for (int rank = 0; rank < ranks.size(); ++rank) {
+      if (rank != absent) forward(*first[rank], rank, options(rank));
+    }
+  }
+  /// All fail with this text, at once or soon, and so does every later forward.
   void expect_error(const std::string& text) const {
     const auto deadline = steady_clock::now() + kPatient;
-    for (int rank = 0; rank < 2; ++rank) {
+    for (int rank = 0; rank < ranks.size(); ++rank) {
       while (!ranks.communicators[rank]->peers()->has_ended() && steady_clock::now() < deadline) {
         std::this_thread::yield();
       }
@@ -73,26 +81,43 @@ struct TwoRanks {
   }
 };
 
+/// Calls test(ranks) for two ranks on one GPU. Where there are more GPUs, also for two and for
+/// `most_ranks` ranks on these.
+void on_all_gpus(int most_ranks, milliseconds timeout,
+                 const std::function<void(const RanksWithStreams& all)>& test) {
+  for (const int gpus : gpu_counts()) {
+    for (int size = 2; size <= (gpus == 1 ? 2 : most_ranks); size += 2) {
+      SCOPED_TRACE(std::to_string(size) + " ranks, GPUs: " + std::to_string(gpus));
+      test({size, gpus, timeout});
+    }
+  }
+}
+
 TEST_F(PeerFailuresTest, ARankThatDoesNotComeIsNamed) {
-  const TwoRanks two;
-  const auto begin = steady_clock::now();
-  two.forward(*two.first[0], 0, two.options(0));
-  synchronize(two.streams[0]);
-  EXPECT_LT(steady_clock::now() - begin, kDeadline + std::chrono::seconds(1));
-  two.expect_error("rank 0 waited 400 ms for rank 1 in the dispatch of layer 0");
+  on_all_gpus(4, kDeadline, [](const RanksWithStreams& all) {
+    const auto begin = steady_clock::now();
+    all.forward_without(1);
+    all.synchronize_all();
+    EXPECT_LT(steady_clock::now() - begin, kDeadline + std::chrono::seconds(1));
+    all.expect_error(" waited 400 ms for rank 1 in the dispatch of layer 0");
+  });
 }
 
 TEST_F(PeerFailuresTest, ARankThatStopsBetweenThePartsIsNamed) {
-  const TwoRanks two;
-  std::vector<MoeLayer::Step> steps;
-  for (int r = 0; r < 2; ++r) {
-    const PeerBuffers& own = two.buffers[r];
-    steps.push_back(two.second[r]->begin(own.x, own.output, own.scratch(), two.options(r)));
-  }
-  steps[0].compute();
-  steps[0].finish();
-  synchronize(two.streams[0]);
-  two.expect_error("rank 0 waited 400 ms for rank 1 in the return of layer 1");
+  on_all_gpus(4, kDeadline, [](const RanksWithStreams& all) {
+    std::vector<MoeLayer::Step> steps;
+    for (int r = 0; r < all.ranks.size(); ++r) {
+      const PeerBuffers& own = all.buffers[r];
+      steps.push_back(all.second[r]->begin(own.x, own.output, own.scratch(), all.options(r)));
+    }
+    for (int r = 0; r < all.ranks.size(); ++r) {
+      if (r == 1) continue;
+      steps[r].compute();
+      steps[r].finish();
+    }
+    all.synchronize_all();
+    all.expect_error(" waited 400 ms for rank 1 in the return of layer 1");
+  });
 }
 
 TEST_F(PeerFailuresTest, AnotherLayerOrSizeIsNamedByBothSides) {
@@ -105,107 +130,111 @@ TEST_F(PeerFailuresTest, AnotherLayerOrSizeIsNamedByBothSides) {
        {Case{true, kTokens, "rank 0 has layer 0, it layer 1", "rank 1 has layer 1, it layer 0"},
         Case{false, kTokens - 1, "at most 24 tokens, it at most 23 tokens",
              "at most 23 tokens, it at most 24 tokens"}}) {
-    const TwoRanks two(kPatient);
-    std::vector<MoeLayer::Step> steps;
-    for (int r = 0; r < 2; ++r) {
-      const PeerBuffers& own = two.buffers[r];
-      const MoeLayer& layer = *(r == 1 && each.other_layer ? two.second : two.first)[r];
-      ForwardOptions how = two.options(r);
-      TensorView x = own.x, output = own.output;
-      if (r == 1) {
-        how.max_tokens = each.most;
-        x = x.slice(0, 0, 5);
-        output = output.slice(0, 0, 5);
+    on_all_gpus(2, kPatient, [&](const RanksWithStreams& all) {
+      std::vector<MoeLayer::Step> steps;
+      for (int r = 0; r < 2; ++r) {
+        const PeerBuffers& own = all.buffers[r];
+        const MoeLayer& layer = *(r == 1 && each.other_layer ? all.second : all.first)[r];
+        ForwardOptions how = all.options(r);
+        TensorView x = own.x, output = own.output;
+        if (r == 1) {
+          how.max_tokens = each.most;
+          x = x.slice(0, 0, 5);
+          output = output.slice(0, 0, 5);
+        }
+        steps.push_back(layer.begin(x, output, own.scratch(), how));
       }
-      steps.push_back(layer.begin(x, output, own.scratch(), how));
-    }
-    for (MoeLayer::Step& step : steps) step.compute();
-    for (MoeLayer::Step& step : steps) step.finish();
-    two.synchronize_all();
-    const std::string error = two.error(0);
-    EXPECT_TRUE(error.find(each.one) != std::string::npos ||
-                error.find(each.other) != std::string::npos)
-        << error;
-    two.expect_error("does not match rank");
+      for (MoeLayer::Step& step : steps) step.compute();
+      for (MoeLayer::Step& step : steps) step.finish();
+      all.synchronize_all();
+      const std::string error = all.error(0);
+      EXPECT_TRUE(has(error, each.one) || has(error, each.other)) << error;
+      all.expect_error("does not match rank");
+    });
   }
 }
 
 /// At once, long before the deadline.
 TEST_F(PeerFailuresTest, WhoWaitsLearnsWhatAnotherRankHasThrown) {
-  const TwoRanks two(kPatient);
-  two.forward(*two.first[0], 0, two.options(0));
-  const auto begin = steady_clock::now();
-  two.ranks.communicators[1]->abort("enough");
-  synchronize(two.streams[0]);
-  EXPECT_LT(steady_clock::now() - begin, std::chrono::seconds(2));
-  two.expect_error("rank 1: enough");
+  on_all_gpus(4, kPatient, [](const RanksWithStreams& all) {
+    all.forward_without(1);
+    const auto begin = steady_clock::now();
+    all.ranks.communicators[1]->abort("enough");
+    all.synchronize_all();
+    EXPECT_LT(steady_clock::now() - begin, std::chrono::seconds(1));
+    all.expect_error("rank 1: enough");
+  });
 }
 
 /// It has more tokens than there may be.
 TEST_F(PeerFailuresTest, ARankThatThrowsBeforeItsStepIsHeardAtOnce) {
-  const TwoRanks two(kPatient);
-  const Tensor x = Tensor::empty({kTokens + 1, kHidden}, DType::kBF16, kGpu),
-               output = Tensor::empty(x.shape(), x.dtype(), kGpu);
-  two.forward(*two.first[0], 0, two.options(0));
-  const auto begin = steady_clock::now();
-  EXPECT_THROW(two.first[1]->forward(x, output, two.buffers[1].scratch(), two.options(1)), Error);
-  synchronize(two.streams[0]);
-  EXPECT_LT(steady_clock::now() - begin, std::chrono::seconds(1));
-  two.expect_error("rank 1: hidden_states: was 25 tokens; must be at most 24");
+  on_all_gpus(4, kPatient, [](const RanksWithStreams& all) {
+    const Tensor x = Tensor::empty({kTokens + 1, kHidden}, DType::kBF16, all.buffers[1].x.device()),
+                 output = Tensor::empty(x.shape(), x.dtype(), x.device());
+    all.forward_without(1);
+    const auto begin = steady_clock::now();
+    EXPECT_THROW(all.first[1]->forward(x, output, all.buffers[1].scratch(), all.options(1)), Error);
+    all.synchronize_all();
+    EXPECT_LT(steady_clock::now() - begin, std::chrono::seconds(1));
+    all.expect_error("rank 1: hidden_states: was 25 tokens; must be at most 24");
+  });
 }
 
 TEST_F(PeerFailuresTest, AStepThatIsThrownAwayEndsTheCommunicator) {
-  const TwoRanks two(kPatient);
-  two.forward(*two.first[0], 0, two.options(0));
-  {
-    const PeerBuffers& own = two.buffers[1];
-    two.first[1]->begin(own.x, own.output, own.scratch(), two.options(1));
-  }
-  two.synchronize_all();
-  two.expect_error("rank 1: a forward was begun and not finished");
+  on_all_gpus(4, kPatient, [](const RanksWithStreams& all) {
+    all.forward_without(1);
+    {
+      const PeerBuffers& own = all.buffers[1];
+      all.first[1]->begin(own.x, own.output, own.scratch(), all.options(1));
+    }
+    all.synchronize_all();
+    all.expect_error("rank 1: a forward was begun and not finished");
+  });
 }
 
 TEST_F(PeerFailuresTest, StepsThatOverlapAreRefused) {
-  const TwoRanks two(kPatient);
+  const RanksWithStreams two(2, 1, kPatient);
   const PeerBuffers& own = two.buffers[0];
   MoeLayer::Step step = two.first[0]->begin(own.x, own.output, own.scratch(), two.options(0));
   EXPECT_THROW(two.forward(*two.second[0], 0, two.options(0)), Error);
   two.expect_error("a step begins before the one before it has finished");
 }
 
-/// One replay fewer. The ranks replay side by side on one GPU.
+/// One replay fewer. The ranks replay side by side, some of them on one GPU.
 TEST_F(PeerFailuresTest, ReplaysAreWatchedToo) {
-  const TwoRanks two(milliseconds(2000));
-  std::vector<Graph> graphs;
-  for (int r = 0; r < 2; ++r) {
-    graphs.emplace_back(two.streams[r], [&] { two.forward(*two.first[r], r, two.options(r)); });
-  }
-  for (int i = 0; i < 100; ++i) {
-    for (int r = 0; r < 2; ++r) graphs[r].launch(two.streams[r]);
-  }
-  two.synchronize_all();
-  EXPECT_EQ(two.error(0), "");
-  graphs[1].launch(two.streams[1]);
-  synchronize(two.streams[1]);
-  graphs[1].launch(two.streams[1]);  // does nothing any more
-  synchronize(two.streams[1]);
-  two.expect_error("rank 1 waited 2000 ms for rank 0 in the dispatch of layer 0");
+  on_all_gpus(4, milliseconds(2000), [](const RanksWithStreams& all) {
+    std::vector<Graph> graphs;
+    for (int r = 0; r < all.ranks.size(); ++r) {
+      graphs.emplace_back(all.streams[r], [&] { all.forward(*all.first[r], r, all.options(r)); });
+    }
+    for (int i = 0; i < 100; ++i) {
+      for (int r = 0; r < all.ranks.size(); ++r) graphs[r].launch(all.streams[r]);
+    }
+    all.synchronize_all();
+    EXPECT_EQ(all.error(0), "");
+    for (int r = 1; r < all.ranks.size(); ++r) graphs[r].launch(all.streams[r]);
+    all.synchronize_all();
+    graphs[1].launch(all.streams[1]);  // does nothing any more
+    synchronize(all.streams[1]);
+    all.expect_error(" waited 2000 ms for rank 0 in the dispatch of layer 0");
+  });
 }
 
 TEST_F(PeerFailuresTest, AReplayOfAnotherLayerIsNamedByBothSides) {
-  const TwoRanks two(kPatient);
-  std::vector<Graph> graphs;
-  for (int r = 0; r < 2; ++r) {
-    const MoeLayer& layer = *(r == 1 ? two.second : two.first)[r];
-    graphs.emplace_back(two.streams[r], [&] { two.forward(layer, r, two.options(r)); });
-  }
-  for (int r = 0; r < 2; ++r) graphs[r].launch(two.streams[r]);
-  two.synchronize_all();
-  const std::string error = two.error(0);
-  EXPECT_TRUE(has(error, "rank 0 has layer 0, it layer 1") ||
-              has(error, "rank 1 has layer 1, it layer 0"))
-      << error;
-  two.expect_error("does not match rank");
+  on_all_gpus(2, kPatient, [](const RanksWithStreams& all) {
+    std::vector<Graph> graphs;
+    for (int r = 0; r < 2; ++r) {
+      const MoeLayer& layer = *(r == 1 ? all.second : all.first)[r];
+      graphs.emplace_back(all.streams[r], [&] { all.forward(layer, r, all.options(r)); });
+    }
+    for (int r = 0; r < 2; ++r) graphs[r].launch(all.streams[r]);
+    all.synchronize_all();
+    const std::string error = all.error(0);
+    EXPECT_TRUE(has(error, "rank 0 has layer 0, it layer 1") ||
+                has(error, "rank 1 has layer 1, it layer 0"))
+        << error;
+    all.expect_error("does not match rank");
+  });
 }
 
 std::size_t gpu_bytes_in_use() {
@@ -217,7 +246,7 @@ std::size_t gpu_bytes_in_use() {
 TEST_F(PeerFailuresTest, FailuresLeakNothing) {
   expect_no_leaks(
       [](int) {
-        const TwoRanks two(kPatient);
+        const RanksWithStreams two(2, 1, kPatient);
         two.forward(*two.first[0], 0, two.options(0));
         two.ranks.communicators[1]->abort("enough");
         two.synchronize_all();
