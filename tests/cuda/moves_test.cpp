@@ -241,14 +241,14 @@ TEST_F(CudaMovesTest, ACommitThatFailsHalfWayEndsTheLayer) {
 TEST_F(CudaMovesTest, ExpertsAreBroughtBesideForwards) {
   const LayerWeights weights = make_layer_weights({small_case("bf16")});
   for (const Setting& setting : all_settings()) {
-    if (setting.size != 2) continue;
+    if (setting.size > 4) continue;
     SCOPED_TRACE(setting.name());
-    Ranks ranks(setting), second({2, setting.nccl});
-    run_ranks(2, [&](int rank) {
+    Ranks ranks(setting), second({setting.size, setting.nccl});
+    run_ranks(setting.size, [&](int rank) {
       const auto communicator = ranks.join(rank), over = second.join(rank);
       const MoeLayer alone(weights, options_of(communicator->device(), true));
       LayerOptions options = options_on(communicator, true);
-      options.ranks.placement = random_placement(2, 0);
+      options.ranks.placement = random_placement(setting.size, 0);
       MoeLayer layer(weights, options);
       int step = 0;
       const auto serve = [&] {
@@ -259,14 +259,14 @@ TEST_F(CudaMovesTest, ExpertsAreBroughtBesideForwards) {
       for (std::uint64_t move = 1; move < 4; ++move) {
         std::atomic<bool> is_here{false};
         std::jthread mover([&] {
-          const ExpertPlacement placement = random_placement(2, move);
+          const ExpertPlacement placement = random_placement(setting.size, move);
           EXPECT_EQ(error_text([&] { layer.start_move(placement, *over); }), "no error");
           is_here = true;
         });
         for (bool all_here = false; !all_here;) {
           serve();
           const auto texts = communicator->gather(is_here ? "here" : "not yet", "move");
-          all_here = std::ranges::count(texts, "here") == 2;
+          all_here = std::ranges::count(texts, "here") == setting.size;
         }
         mover.join();
         layer.commit_move();
