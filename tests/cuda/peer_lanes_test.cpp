@@ -13,7 +13,7 @@
 #include "../unit/error_text.h"
 #include "moe/peer_memory.h"
 #include "peer_ranks.h"
-#include "two_processes.h"
+#include "rank_processes.h"
 
 namespace fusedmoe::testing {
 namespace {
@@ -292,7 +292,7 @@ TEST_F(PeerLanesTest, DISABLED_OneProcess) {
   if (!std::getenv(kRank)) GTEST_SKIP() << "only as a process of the test below";
   constexpr int kForwards = 50;
   const int rank = std::atoi(std::getenv(kRank));
-  const GatherCallback gather = gather_by_files(std::getenv(kFolder), rank);
+  const GatherCallback gather = gather_by_files(std::getenv(kFolder), rank, 2);
   const Device device{DeviceKind::kCuda, rank % std::min(cuda_device_count(), 2)};
   const auto communicator =
       std::make_shared<Communicator>(rank, 2, make_control_plane(rank, 2, gather, kPatient),
@@ -341,9 +341,7 @@ TEST_F(PeerLanesTest, DISABLED_OneProcess) {
 
 TEST_F(PeerLanesTest, OverlapOverTwoProcesses) {
   const TemporaryDirectory folder;
-  for (const int status : run_two_processes(folder.path())) {
-    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  }
+  for (const int status : run_processes(2, folder.path())) EXPECT_TRUE(has_ended_well(status));
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// Ranks that are processes whose rows go through the memory of their GPUs, on one GPU or on two:
-// one is killed or stopped. (And a move of experts over NCCL, in which one is killed.) The other is
-// told in time, and its GPU works on.
+// Ranks that are processes whose rows go through the memory of their GPUs, on one GPU or on more:
+// one is killed or stopped. (And a move of experts over NCCL, in which one is killed.) The others
+// are told in time, and their GPUs work on.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -15,7 +15,7 @@
 #include "../unit/error_text.h"
 #include "moe/peer_memory.h"
 #include "moving_layers.h"
-#include "two_processes.h"
+#include "rank_processes.h"
 
 namespace fusedmoe::testing {
 namespace {
@@ -36,13 +36,14 @@ void set_scene(const char* scene, int lost = 1) {
 
 class PeerProcessesTest : public CudaTest {};
 
-/// One of the two, on one GPU or on two, with a layer whose forwards are right.
+/// One of them, with a layer whose forwards are right.
 struct Process {
-  const int rank = std::atoi(std::getenv(kRank)), lost = std::atoi(std::getenv(kLost));
+  const int rank = std::atoi(std::getenv(kRank)), size = std::atoi(std::getenv(kSize)),
+            lost = std::atoi(std::getenv(kLost));
   const std::string scene = std::getenv(kScene);
   const std::filesystem::path folder = std::getenv(kFolder);
-  const GatherCallback gather = gather_by_files(folder, rank);
-  const Device device{DeviceKind::kCuda, rank % std::min(cuda_device_count(), 2)};
+  const GatherCallback gather = gather_by_files(folder, rank, size);
+  const Device device{DeviceKind::kCuda, rank % std::min(cuda_device_count(), size)};
   const LayerWeights weights = make_layer_weights({small_case("bf16")});
   const MoeLayer alone{weights, options_of(device, true)};
   const Tensor x = random_tensor(DType::kBF16, {kTokens, kHidden}, 1, 9);
@@ -50,10 +51,10 @@ struct Process {
   const milliseconds timeout = scene.starts_with("stop") ? kDeadline : kPatient;
   const bool has_peers = !scene.ends_with("NCCL");
   const CommunicatorOptions options{timeout, device, true, has_peers};
-  const std::shared_ptr<ControlPlane> control = make_control_plane(rank, 2, gather, kPatient);
+  const std::shared_ptr<ControlPlane> control = make_control_plane(rank, size, gather, kPatient);
   const std::shared_ptr<Communicator> communicator =
-      has_peers ? std::make_shared<Communicator>(rank, 2, control, nullptr, options)
-                : make_communicator(rank, 2, control, options);
+      has_peers ? std::make_shared<Communicator>(rank, size, control, nullptr, options)
+                : make_communicator(rank, size, control, options);
   MoeLayer layer{weights, options_on(communicator, true)};
 
   void expect_works() const {
@@ -68,8 +69,19 @@ struct Process {
     }
     communicator->barrier();
   }
-  static void die_soon() {
+  /// The clock is the same in all processes.
+  void write_that_one_is_lost() const {
+    std::ofstream(folder / "lost") << steady_clock::now().time_since_epoch().count();
+  }
+  void expect_in_time(milliseconds deadline = milliseconds(0)) const {
+    const steady_clock::time_point now = steady_clock::now();
+    steady_clock::rep lost_at = 0;
+    std::ifstream(folder / "lost") >> lost_at;
+    EXPECT_LT(now - steady_clock::time_point(steady_clock::duration(lost_at)), deadline + kAtOnce);
+  }
+  void die_soon() const {
     std::this_thread::sleep_for(milliseconds(100));
+    write_that_one_is_lost();
     std::raise(SIGKILL);
   }
   /// Rank 0 waits for what the experts of the other leave.
@@ -91,6 +103,7 @@ struct Process {
     PeerMemory& peers = *communicator->peers();
     const auto end = steady_clock::now() + kPatient;
     while (communicator->status().empty() && steady_clock::now() < end) peers.time_links();
+    expect_in_time();
     for (int i = 0; i < 10; ++i) peers.time_links();
   }
   /// So does its copy engine with a block.
@@ -108,12 +121,13 @@ struct Process {
     };
     const auto end = steady_clock::now() + kPatient;
     while (communicator->status().empty() && steady_clock::now() < end) copy_all();
+    expect_in_time();
     for (int i = 0; i < 10; ++i) copy_all();
   }
   /// Experts move to and fro. Rank 0 has those of its last commit then, and serves on alone.
   void move_experts() {
     std::jthread killer;
-    if (rank == 1) killer = std::jthread(die_soon);
+    if (rank == 1) killer = std::jthread([&] { die_soon(); });
     ExpertPlacement placement = *layer.placement(), next = other_than_linear();
     const std::string error = error_text([&] {
       while (true) {
@@ -122,14 +136,15 @@ struct Process {
         std::swap(placement, next);
       }
     });
+    expect_in_time();
     EXPECT_EQ(error, "rank 1 has died or lost its connection");
     EXPECT_EQ(layer.placement(), placement);
     const auto left = make_thread_communicators(1, {kPatient, device});
     layer.rebind(left[0], ExpertPlacement::linear(kExperts, 1), source_of(weights));
     EXPECT_TRUE(bitwise_equal(forward(layer, x, kTokens), right));
   }
-  /// Both run steps. In the middle of them one gets the signal. If that stops it, it goes on when
-  /// the other has named it.
+  /// All run steps. In the middle of them one gets the signal. If that stops it, it goes on when
+  /// another has named it.
   void run_steps(int signal, bool replays) const {
     const PeerBuffers buffers(layer, kTokens, kTokens);
     buffers.fill(x);
@@ -143,12 +158,12 @@ struct Process {
     if (replays) graph.emplace(stream, step);
     const pid_t process =
         std::stoi(communicator->gather(std::to_string(getpid()), "processes")[lost]);
-    steady_clock::time_point begin;
-    std::thread sender;
-    if (rank != lost) {
-      sender = std::thread([&] {
+    const bool sends = rank == (lost == 0 ? 1 : 0);
+    std::jthread sender;
+    if (sends) {
+      sender = std::jthread([&] {
         std::this_thread::sleep_for(milliseconds(100));
-        begin = steady_clock::now();
+        write_that_one_is_lost();
         kill(process, signal);
       });
     }
@@ -159,13 +174,10 @@ struct Process {
         communicator->check();
       }
     });
-    const auto end = steady_clock::now();
     if (rank == lost) return;
-    sender.join();
-    EXPECT_GT(end, begin) << error;
-    EXPECT_LT(end - begin, (signal == SIGSTOP ? timeout : milliseconds(0)) + milliseconds(1000));
+    expect_in_time(signal == SIGSTOP ? timeout : milliseconds(0));
     expect_works();
-    if (signal == SIGSTOP) kill(process, SIGCONT);
+    if (sends && signal == SIGSTOP) kill(process, SIGCONT);
   }
 };
 
@@ -184,10 +196,10 @@ TEST_F(PeerProcessesTest, DISABLED_OneProcess) {
   const std::string error = error_text([&] { process.communicator->check(); });
   process.expect_works();
   if (scene.starts_with("stop")) {
-    const std::vector<std::string> errors = process.gather(error);
-    EXPECT_EQ(errors[0], errors[1]);
+    for (const std::string& each : process.gather(error)) EXPECT_EQ(each, error);
   }
-  if (process.rank != process.lost) std::ofstream(process.folder / "error") << error;
+  if (process.rank != process.lost)
+    std::ofstream(error_file(process.folder, process.rank)) << error;
 }
 
 TEST_F(PeerProcessesTest, AProcessThatIsKilledWhileTheOtherWaits) {
@@ -224,18 +236,18 @@ TEST_F(PeerProcessesTest, AProcessThatIsKilledInReplays) {
     set_scene("kill in replays", killed);
     expect_that_a_killed_rank_is_told(kRank, killed);
   }
+  if (cuda_device_count() < 2) return;
+  set_scene("kill in replays", 2);
+  expect_that_a_killed_rank_is_told(kRank, 2, 4);
 }
 
-void expect_that_a_stopped_rank_is_named(const char* scene, int stopped) {
+void expect_that_a_stopped_rank_is_named(const char* scene, int stopped, int size = 2) {
   SCOPED_TRACE(stopped);
   set_scene(scene, stopped);
   const TemporaryDirectory folder;
-  for (const int status : run_two_processes(folder.path())) {
-    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-  }
-  const std::string error = error_in(folder.path());
-  EXPECT_TRUE(has(error, "rank " + std::to_string(1 - stopped) + " waited 2000 ms for rank " +
-                             std::to_string(stopped) + " in the "))
+  for (const int status : run_processes(size, folder.path())) EXPECT_TRUE(has_ended_well(status));
+  const std::string error = error_in(folder.path(), stopped == 0 ? 1 : 0);
+  EXPECT_TRUE(has(error, " waited 2000 ms for rank " + std::to_string(stopped) + " in the "))
       << error;
 }
 
@@ -246,6 +258,7 @@ TEST_F(PeerProcessesTest, AProcessThatIsStoppedInForwards) {
 /// Rank 0 keeps the texts by which ranks tell each other why they end.
 TEST_F(PeerProcessesTest, AProcessThatIsStoppedInReplays) {
   for (const int stopped : {0, 1}) expect_that_a_stopped_rank_is_named("stop in replays", stopped);
+  if (cuda_device_count() > 1) expect_that_a_stopped_rank_is_named("stop in replays", 2, 4);
 }
 
 }  // namespace

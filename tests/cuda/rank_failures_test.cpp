@@ -12,8 +12,8 @@
 #include "../unit/layer_problem.h"
 #include "fusedmoe/quant.h"
 #include "gpu_ranks.h"
+#include "rank_processes.h"
 #include "testing/compare.h"
-#include "two_processes.h"
 
 namespace fusedmoe::testing {
 namespace {
@@ -353,7 +353,7 @@ TEST(CudaRankFailuresTest, DISABLED_OneProcess) {
   const std::filesystem::path folder = std::getenv(kFolder);
   setenv("NCCL_NVLS_ENABLE", "0", 0);
   const Way way{{2, true}, "all2all", false};
-  const GatherCallback gather = gather_by_files(folder, rank);
+  const GatherCallback gather = gather_by_files(folder, rank, 2);
   const auto control = make_control_plane(rank, 2, gather, kPatient);
   const auto communicator =
       make_communicator(rank, 2, control, {kPatient, Device{DeviceKind::kCuda, rank}, true, false});
@@ -370,9 +370,9 @@ TEST(CudaRankFailuresTest, DISABLED_OneProcess) {
   } catch (const Error& error) {
     text = error.what();
   }
-  EXPECT_LT(steady_clock::now() - begin, std::chrono::seconds(10)) << "at once";
+  EXPECT_LT(steady_clock::now() - begin, kAtOnce);
   EXPECT_NO_THROW(synchronize(Stream{communicator->device()})) << "the GPU works on";
-  std::ofstream(folder / "error") << text;
+  std::ofstream(error_file(folder, rank)) << text;
 }
 
 TEST(CudaRankFailuresTest, AProcessThatIsKilled) {

@@ -24,6 +24,13 @@ using Communicators = std::vector<std::shared_ptr<Communicator>>;
 
 /// Long enough for a loaded machine, where nothing goes wrong.
 inline constexpr std::chrono::milliseconds kPatient{60000};
+/// Within which all ranks have the Error of one that has failed or was killed. Sanitizers make what
+/// runs until then some ten times slower, beside other tests that take the cores.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr std::chrono::seconds kAtOnce{10};
+#else
+inline constexpr std::chrono::seconds kAtOnce{1};
+#endif
 /// Where a rank waits for what never comes.
 inline constexpr std::chrono::milliseconds kImpatient{150};
 

@@ -1,4 +1,5 @@
 // Layers that go on with the ranks that are left when one has failed.
+#include <chrono>
 #include <csignal>
 #include <stdexcept>
 
@@ -162,6 +163,9 @@ TEST(SurvivorsTest, OneRankHasLanesToo) {
 }
 
 #if !defined(__SANITIZE_THREAD__)  // which refuses threads after a fork
+/// The same in all processes.
+using Clock = std::chrono::steady_clock;
+
 /// A communicator of processes, over TCP: one that ends is noticed at once.
 std::shared_ptr<Communicator> join(int rank, int size, ControlPlane& texts, const std::string& name,
                                    bool shared_memory) {
@@ -180,8 +184,8 @@ std::shared_ptr<Communicator> join(int rank, int size, ControlPlane& texts, cons
   return make_communicator(rank, size, make_control_plane(rank, size, gather, kPatient), options);
 }
 
-/// Over memory that they share, and over TCP. Rank 1 is killed while experts move; the others go
-/// on.
+/// Over memory that they share, and over TCP. Rank 1 is killed while experts move; the others name
+/// it in time and go on.
 TEST(SurvivorsTest, ProcessesMoveExpertsAndGoOn) {
   const LayerWeights weights = small_weights();
   const RankCase how{.size = 3, .placement = random_placement(0), .batch_invariant = true};
@@ -202,8 +206,9 @@ TEST(SurvivorsTest, ProcessesMoveExpertsAndGoOn) {
       }
       std::jthread killer;
       if (rank == 1) {
-        killer = std::jthread([] {
+        killer = std::jthread([&] {
           std::this_thread::sleep_for(std::chrono::milliseconds(20));
+          texts.post("killed", std::to_string(Clock::now().time_since_epoch().count()));
           std::raise(SIGKILL);
         });
       }
@@ -213,6 +218,9 @@ TEST(SurvivorsTest, ProcessesMoveExpertsAndGoOn) {
           layer.commit_move();
         }
       });
+      const Clock::time_point end = Clock::now();
+      const Clock::time_point killed{Clock::duration(std::stoll(*texts.read("killed", kPatient)))};
+      if (end - killed > testing::kAtOnce) throw std::runtime_error("rank 1 was named too late");
       if (!has(error, "rank 1")) throw std::runtime_error("no word of rank 1: " + error);
       const auto left = join(rank / 2, 2, texts, "left", shared_memory);
       layer.rebind(left, ExpertPlacement::round_robin(kNumExperts, 2), source_of(weights));
