@@ -3,9 +3,12 @@
 test_cuda_arrays.py needs no PyTorch.
 """
 
+import json
+
 import pytest
 
 torch = pytest.importorskip("torch")
+dist = pytest.importorskip("torch.distributed")
 
 from conftest import need_cuda  # noqa: E402
 from rank_layers import RANKS, run_threads  # noqa: E402
@@ -171,4 +174,36 @@ def test_lanes_overlap(weights, tmp_path):
     for _ in range(10):
         assert all(torch.equal(*pair) for pair in zip(run([0, 1]), expected))
     for output, own in zip(expected, inputs[0] + inputs[1]):
+        assert_near(output, on_the_cpu(weights, *own))
+
+
+def run_torch_process(rank, folder, weights, routed_rows):
+    torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS
+    )
+    device = f"cuda:{rank}"
+    communicator = fusedmoe.Communicator.from_torch(device=device, timeout=60)
+    layer = fusedmoe.MoELayer.from_tensors(
+        *(tensor.to(device) for tensor in weights), topk=TOPK, device=device,
+        communicator=communicator, max_tokens_per_rank=5,
+    )
+    output = layer.forward_routed(*(tensor.to(device) for tensor in routed_rows[rank]))
+    travel = json.loads(layer.plan_json)["rows_travel"]
+    torch.save((travel, output.cpu()), f"{folder}/{rank}")
+    communicator.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < RANKS or not dist.is_nccl_available(), reason="needs 2 GPUs, NCCL"
+)
+def test_process_groups_of_pytorch_use_peer_memory(weights, tmp_path):
+    """Without a word, where each process has a GPU."""
+    routed_rows = [[tensor.cpu() for tensor in routed(5)] for _ in range(RANKS)]
+    on_host = [tensor.cpu() for tensor in weights]
+    torch.multiprocessing.spawn(run_torch_process, (tmp_path, on_host, routed_rows), nprocs=RANKS)
+    for rank, own in enumerate(routed_rows):
+        travel, output = torch.load(tmp_path / str(rank))
+        assert travel == "peer memory"
         assert_near(output, on_the_cpu(weights, *own))
