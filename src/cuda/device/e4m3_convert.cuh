@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "core/host_device.h"
+#include "cuda/device/e4m3_f16.cuh"
 #include "cuda/device/pick_bytes.h"
 #include "quant/quantize_elements.h"
 
@@ -34,10 +35,7 @@ __device__ __forceinline__ std::uint16_t to_e4m3(float first, float second) {
 }
 
 __device__ __forceinline__ __half2 from_e4m3_by_hand(std::uint32_t codes) {
-  const std::uint32_t high_bytes = pick_bytes(codes, 0, 0x1404);
-  // Exponent and mantissa, in their places of f16, are a number that is 2^8 times too small.
-  const std::uint32_t bits = (high_bytes & 0x80008000) | (high_bytes >> 1 & 0x3F803F80);
-  const auto small = reinterpret_cast<const __half2&>(bits);
+  const __half2 small = small_e4m3(pick_bytes(codes, 0, 0x1404));
   // NaN looks like 480: times this it becomes infinite, and 448, the largest number, does not.
   const __half2 large = __hmul2(small, __float2half2_rn(36000));
   return __hfma2(large, __float2half2_rn(0), __hmul2(small, __float2half2_rn(256)));

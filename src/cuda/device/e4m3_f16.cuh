@@ -17,16 +17,20 @@ struct OddAndEven {
   std::uint32_t odd, even;
 };
 
+/// The codes in the high bytes of each half with exponent and mantissa in their places of f16: 2^-8
+/// times their numbers.
+__device__ __forceinline__ __half2 small_e4m3(std::uint32_t high_bytes) {
+  const std::uint32_t bits = (high_bytes & 0x80008000) | (high_bytes >> 1 & 0x3F803F80);
+  return reinterpret_cast<const __half2&>(bits);
+}
+
 /// Of four codes. NaN becomes a number, see find_nan() and mark_nan().
 __device__ __forceinline__ OddAndEven e4m3_to_f16(std::uint32_t codes) {
-  // Exponent and mantissa, in their places of f16, are a number that is 2^8 times too small.
-  constexpr std::uint32_t kSigns = 0x80008000, kMagnitudes = 0x3F803F80;
-  const auto scaled = [](std::uint32_t small) {
-    const __half2 result = __hmul2(reinterpret_cast<const __half2&>(small), __float2half2_rn(256));
+  const auto numbers = [](std::uint32_t high_bytes) {
+    const __half2 result = __hmul2(small_e4m3(high_bytes), __float2half2_rn(256));
     return reinterpret_cast<const std::uint32_t&>(result);
   };
-  return {scaled((codes & kSigns) | (codes >> 1 & kMagnitudes)),
-          scaled((codes << 8 & kSigns) | (codes << 7 & kMagnitudes))};
+  return {numbers(codes), numbers(codes << 8)};
 }
 
 /// Sets the top bit of each byte whose code is NaN; the other bits mean nothing.

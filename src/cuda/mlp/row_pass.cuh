@@ -33,9 +33,8 @@ __device__ __forceinline__ void for_units(const RowTransform& t, std::int64_t ro
 
 /// The rows of a tile of the row pass, by K::kPassWarpgroups warpgroups, of which this thread is in
 /// number `group`: a warp takes a row, all four of a warpgroup together take one of more than 2048
-/// values. All warpgroups take the same number of turns, in the last maybe without a row: where one
-/// had met at its barrier more often than another, racecheck saw hazards between accesses that a
-/// barrier of the whole block lies between. All lanes of a warp take the same branches, and the
+/// values. All warpgroups take the same number of turns, in the last maybe without a row, so that
+/// they meet at their barriers equally often. All lanes of a warp take the same branches, and the
 /// compiler knows: else it keeps less in uniform registers.
 template <typename K>
 __device__ __forceinline__ void quantize_rows(SharedMemory<K>& shared, const RowTransform& t,

@@ -1,6 +1,7 @@
 // Shapes of a thread block's tile: each is one compiled kernel.
 #pragma once
 
+#include <algorithm>
 #include <string>
 
 namespace fusedmoe::cuda {
@@ -25,8 +26,11 @@ struct TileShape {
   int depth = 1;   ///< with stages: K blocks of a stage for each K group
 
   constexpr int warpgroups() const { return row_groups * k_groups; }
-  /// Tiles of an expert are cut in steps of so many tokens.
-  constexpr int token_step() const { return tokens_are_rows ? 64 : 8; }
+  /// Tiles of an expert are cut in steps of so many tokens; those with stages also multiply so.
+  constexpr int token_step() const {
+    if (stages > 0) return std::min(max_tokens, 32);
+    return tokens_are_rows ? 64 : 8;
+  }
   /// Whether a warpgroup of its own runs the epilogue while the others multiply the next tile.
   constexpr bool has_epilogue_warpgroup() const {
     return stages == 0 && row_blocks == 1 && max_tokens <= 32;

@@ -82,11 +82,11 @@ struct Kernel {
   static constexpr int kStagedPitch =
       kBlockRows + 16 / static_cast<int>(sizeof(typename Output::Element));
 
-  // K groups meet in shared memory, in a kernel without them there is one number.
+  // K groups meet in shared memory.
   static constexpr bool kHasPartials = kKGroups > 1;
   static_assert(!kHasPartials || kTileRowBlocks == 1);
-  static constexpr int kPartials = kHasPartials ? kKGroups : 1;
-  static constexpr int kPartialAccumulators = kHasPartials ? kAccumulators : 1;
+  struct NoPartials {};
+  using Partials = std::conditional_t<kHasPartials, Sum[kKGroups][kAccumulators][128], NoPartials>;
 
   static constexpr int kTileSlots = 8;
   static_assert(kTile.stages <= kTileSlots);
@@ -105,7 +105,7 @@ struct SharedMemory<sm80::Kernel<Operands, kFp8, kIndex>> {
   // Token rows on their way out, of each row group.
   alignas(16) typename K::Output::Element rows[K::kRowGroups][K::kChunkTokens][K::kStagedPitch];
   [[no_unique_address]] typename K::Operands::Tables tables;
-  typename K::Sum partials[K::kPartials][K::kPartialAccumulators][128];
+  [[no_unique_address]] typename K::Partials partials;
   // The largest magnitudes that the warps of the row pass have found in a row.
   float row_amax[K::kPassWarpgroups][4];
   // The ring of work tiles: those whose operands are here or on their way, and the next. A step

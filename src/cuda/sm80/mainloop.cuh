@@ -218,15 +218,15 @@ __device__ __forceinline__ void add_block(const BlockOperands<K>& block,
   }
 }
 
-/// With the fewest tokens that cover the tile's: all, or in tiles of more than 32 half of them.
-/// Without branches inside, so that operands of the next instructions are read ahead.
+/// With the fewest steps of tokens, kTokens at least, that cover the tile's. Without branches
+/// inside, so that operands of the next instructions are read ahead.
 template <int kTokens, typename K>
 __device__ __forceinline__ void add_narrowest(const BlockOperands<K>& block, int num_tokens,
                                               const WarpgroupCoords<K>& coords,
                                               typename K::Accumulators& accumulators) {
   if constexpr (kTokens < K::kMaxTokens) {
     if (num_tokens > kTokens) {
-      add_narrowest<K::kMaxTokens>(block, num_tokens, coords, accumulators);
+      add_narrowest<kTokens + K::kTile.token_step()>(block, num_tokens, coords, accumulators);
       return;
     }
   }
@@ -251,8 +251,7 @@ __device__ __forceinline__ void multiply_stage(const typename K::Operands::Table
 #pragma unroll
   for (int k = 0; k < K::kDepth; ++k) {
     if (k >= blocks) break;
-    add_narrowest<K::kMaxTokens <= 32 ? K::kMaxTokens : K::kMaxTokens / 2>(block, num_tokens,
-                                                                           coords, accumulators);
+    add_narrowest<K::kTile.token_step()>(block, num_tokens, coords, accumulators);
     block.tokens += K::kActivationBytes;
     block.weights += K::kBlockBytes;
     block.scales += K::kScales;
