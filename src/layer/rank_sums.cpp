@@ -125,7 +125,7 @@ void share_gpu(Communicator& ranks, int lanes, const std::string& no_peer_memory
 
 void RankSums::map_peers(std::int64_t hidden, std::uint32_t layer, const TensorView& placement,
                          int lanes) {
-  const bool fits = bytes(DType::kF32, hidden) <= PeerMemory::most_sum_bytes();
+  const bool fits = bytes(DType::kF32, hidden) <= PeerMemory::most_sum_row_bytes();
   no_peer_memory_ = fits ? communicator_->map_peers(PeerMemory::head_bytes())
                          : core::format("rows of {} columns are too long", hidden);
   share_gpu(*communicator_, lanes, no_peer_memory_);

@@ -137,20 +137,20 @@ class PeerMemory {
   virtual void sum(const PeerStep& step, const PeerSum& sum, Stream stream) = 0;
 
   // A sum, behind a kernel of ours that leaves `partial`. Only enqueued.
-  /// Shows the others this rank's parts; of more than most_sum_bytes() the first. May be left out
-  /// where add_parts() follows that kernel at once.
+  /// Shows the others this rank's parts; of many the first. May be left out where add_parts()
+  /// follows that kernel at once.
   virtual void tell_parts(const PeerParts& parts, Stream stream) = 0;
   /// output = or += the sum of the parts of all ranks: in rank order in f32, rounded to the dtype
-  /// of the parts. A row has most_sum_bytes() at most. `told`: by tell_parts(), of the same. Throws
-  /// Error where another sum has come between. One thread can drive ranks that share a GPU only if
-  /// `told`, and one shot is enough: else such ranks need a thread and a stream each.
+  /// of the parts. A row has most_sum_row_bytes() at most. `told`: by tell_parts(), of the same.
+  /// Throws Error where another sum has come between. One thread can drive ranks that share a GPU
+  /// only if `told`, and one shot is enough: else such ranks need a thread and a stream each.
   virtual void add_parts(const PeerParts& parts, bool told, Stream stream) = 0;
 
   /// Of a communicator.
   static int most_ranks();
   /// Before what steps have in an arena: what ranks tell each other, and the parts of sums.
   static std::size_t head_bytes();
-  static std::int64_t most_sum_bytes();
+  static std::int64_t most_sum_row_bytes();
 };
 
 }  // namespace fusedmoe

@@ -39,7 +39,7 @@ struct Host {
     std::uint64_t row = 0;                   // for all to read in the return
     std::uint64_t results[kMostPeers] = {};  // for the rank of the same number
     std::uint64_t parts[2] = {};             // of sums, by turns
-    std::uint64_t total = 0;                 // of this rank's share
+    std::uint64_t totals[2] = {};            // of this rank's share, by turns
   };
 
   explicit Host(int size) : size(size), arenas(static_cast<std::size_t>(size)) {
@@ -109,26 +109,16 @@ class Rank {
 
   /// A sum as the kernel takes it. Every rank gets the sum of all parts.
   bool sum(const StepKey& key, std::uint64_t number, bool two_shots = false) {
-    Host::Arena& own = arena(peers_.rank);
+    return sum_in_pieces(key, number, 1, two_shots);
+  }
+  /// The same in so many pieces, which have numbers from this one on: the last in one shot or two.
+  bool sum_in_pieces(const StepKey& key, std::uint64_t number, int pieces, bool two_shots) {
     const std::uint32_t before = number_before(Round::kParts);
-    own.parts[before % 2] = row(peers_.rank, number);
-    send(Round::kParts, key, before);
-    end_sum<TestWords>(peers_, before);
-    if (!await_all(Round::kParts, key, before)) return !++host_.gave_up;
-    std::uint64_t sum = 0, expected = 0;
-    for (int from = 0; from < peers_.size; ++from) {
-      if (random_() % 4 == 0) doze();
-      sum += arena(from).parts[before % 2];
-      expected += row(from, number);
-    }
-    EXPECT_EQ(sum, expected);
-    if (!two_shots) return true;
-    own.total = sum + static_cast<std::uint64_t>(peers_.rank);
-    send(Round::kTotals, key, before);
-    if (!await_all(Round::kTotals, key, before)) return !++host_.gave_up;
-    for (int from = 0; from < peers_.size; ++from) {
-      if (random_() % 4 == 0) doze();
-      EXPECT_EQ(arena(from).total, expected + static_cast<std::uint64_t>(from));
+    leave(number, before);
+    tell(key, before);
+    for (int i = 0; i < pieces; ++i) {
+      const bool has_next = i + 1 < pieces;
+      if (!add(key, number + i, before + i, two_shots || has_next, has_next)) return false;
     }
     return true;
   }
@@ -199,6 +189,36 @@ class Rank {
     for (unsigned dozes = random_() % 4; dozes > 0; --dozes) doze();
     for (int to = 0; to < peers_.size; ++to) send_signal<TestWords>(peers_, round, key, to, before);
     ++host_.rounds_sent;
+  }
+  void leave(std::uint64_t number, std::uint32_t before) {
+    arena(peers_.rank).parts[before % 2] = row(peers_.rank, number);
+  }
+  void tell(const StepKey& key, std::uint32_t before) {
+    send(Round::kParts, key, before);
+    end_sum<TestWords>(peers_, before);
+  }
+  /// Behind what tells this sum's parts; tells those of the next.
+  bool add(const StepKey& key, std::uint64_t number, std::uint32_t before, bool two_shots,
+           bool has_next) {
+    if (!await_all(Round::kParts, key, before)) return !++host_.gave_up;
+    std::uint64_t sum = 0, expected = 0;
+    for (int from = 0; from < peers_.size; ++from) {
+      if (random_() % 4 == 0) doze();
+      sum += arena(from).parts[before % 2];
+      expected += row(from, number);
+    }
+    EXPECT_EQ(sum, expected);
+    if (!two_shots) return true;
+    arena(peers_.rank).totals[before % 2] = sum + static_cast<std::uint64_t>(peers_.rank);
+    send(Round::kTotals, key, before);
+    if (has_next) leave(number + 1, before + 1);
+    if (!await_all(Round::kTotals, key, before)) return !++host_.gave_up;
+    if (has_next) tell(key, before + 1);
+    for (int from = 0; from < peers_.size; ++from) {
+      if (random_() % 4 == 0) doze();
+      EXPECT_EQ(arena(from).totals[before % 2], expected + static_cast<std::uint64_t>(from));
+    }
+    return true;
   }
 
   Host& host_;

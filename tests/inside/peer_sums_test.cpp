@@ -41,6 +41,21 @@ TEST(PeerSumsProtocolTest, NobodyReadsAPartTooEarlyOrWritesItTooEarlyAgain) {
   }
 }
 
+TEST(PeerSumsProtocolTest, PiecesAreReadBeforeTheyAreWrittenAgain) {
+  for (const int size : {2, 3, 5, 8}) {
+    Host host(size);
+    host.run([&](int rank) {
+      Rank self(host, rank);
+      std::minstd_rand random(5);  // the same on all ranks
+      for (std::uint64_t number = 1; number <= 1400;) {
+        const int pieces = 1 + static_cast<int>(random() % 4);
+        ASSERT_TRUE(self.sum_in_pieces(kSum, number, pieces, random() % 2 == 0)) << self.text();
+        number += static_cast<std::uint64_t>(pieces);
+      }
+    });
+  }
+}
+
 TEST(PeerSumsProtocolTest, SumsAndStepsComeInAnyOrder) {
   Host host(4);
   host.run([&](int rank) {
@@ -112,6 +127,15 @@ TEST(PeerSumsProtocolTest, WhoAddsOtherRowsIsNamedByAll) {
 TEST(PeerSumsProtocolTest, SumsOfManyBytesTakeTwoShots) {
   static_assert(kSumsBegin >= static_cast<std::int64_t>(sizeof(ArenaHead)));
   static_assert(parts_begin(0) != parts_begin(1) && parts_begin(0) == parts_begin(0xFFFFFFFE));
+  static_assert(totals_begin(0) != totals_begin(1));
+  static_assert(totals_begin(0) >= parts_begin(1) + kMostSumBytes);
+  for (const std::int64_t bytes : {std::int64_t{4}, std::int64_t{5760}, kMostSumRowBytes}) {
+    const std::int64_t rows = most_sum_rows(bytes);
+    EXPECT_LE(rows * bytes, kMostSumBytes);
+    EXPECT_EQ(rows % 2, 0) << "so that half of fewer rows, rounded up, has its place, too";
+    EXPECT_LE(totals_begin(0) + rows / 2 * bytes, totals_begin(1));
+  }
+  EXPECT_LE(totals_begin(1) + kMostSumBytes / 2, kSumsEnd);
   for (const std::int64_t tokens : {1, 32, 128, 728}) {
     EXPECT_FALSE(takes_two_shots(2, tokens * 5760)) << "they move as much";
   }

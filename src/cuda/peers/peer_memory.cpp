@@ -191,17 +191,16 @@ class CudaPeerMemory final : public PeerMemory {
     is_used_ = true;
     if (parts_told_.exchange(true)) throw overlapping();
     const core::CurrentDevice current(group_.device);
-    sum_parts(context_, piece(parts, 0), SumPhases::kTell, stream);
+    add_piece(parts, 0, SumPhases::kTell, stream);
   }
   void add_parts(const PeerParts& parts, bool told, Stream stream) override {
     is_used_ = true;
     if (parts_told_.exchange(false) != told) throw overlapping();
     const core::CurrentDevice current(group_.device);
     // Without tokens too: the ranks compare how many they have.
-    sum_parts(context_, piece(parts, 0), told ? SumPhases::kAdd : SumPhases::kAll, stream);
-    const std::int64_t at_once = tokens_at_once(parts), num_tokens = parts.partial.size(0);
-    for (std::int64_t first = at_once; first < num_tokens; first += at_once) {
-      sum_parts(context_, piece(parts, first), SumPhases::kAll, stream);
+    std::int64_t first = add_piece(parts, 0, told ? SumPhases::kAdd : SumPhases::kAll, stream);
+    while (first < parts.partial.size(0)) {
+      first = add_piece(parts, first, SumPhases::kNext, stream);
     }
   }
 
@@ -219,16 +218,18 @@ class CudaPeerMemory final : public PeerMemory {
         "a step begins before the one before it has finished: with rows in peer memory, steps of a "
         "communicator cannot overlap. CommunicatorOptions::peer_memory false allows it");
   }
-  static std::int64_t tokens_at_once(const PeerParts& parts) {
-    return kMostSumBytes / fusedmoe::bytes(parts.partial.dtype(), parts.partial.size(1));
-  }
-  /// As many tokens from the first on as a sum may have.
-  static PeerParts piece(const PeerParts& parts, std::int64_t first) {
-    const std::int64_t end = std::min(parts.partial.size(0), first + tokens_at_once(parts));
-    PeerParts result = parts;
-    result.partial = parts.partial.slice(0, first, end);
-    result.output = parts.output.slice(0, first, end);
-    return result;
+  /// As many tokens from `begin` on as a launch may have. Returns where they end.
+  std::int64_t add_piece(const PeerParts& parts, std::int64_t begin, SumPhases phases,
+                         Stream stream) {
+    const std::int64_t num_tokens = parts.partial.size(0);
+    const std::int64_t most =
+        most_sum_rows(fusedmoe::bytes(parts.partial.dtype(), parts.partial.size(1)));
+    const std::int64_t end = std::min(num_tokens, begin + most);
+    PeerParts piece = parts;
+    piece.partial = parts.partial.slice(0, begin, end);
+    piece.output = parts.output.slice(0, begin, end);
+    sum_parts(context_, piece, phases, std::min(num_tokens - end, most), stream);
+    return end;
   }
   /// Whether what is recorded next comes right behind the kernel that this rank has recorded last:
   /// only then may it begin early, and a caller may put work of its own between the parts of a

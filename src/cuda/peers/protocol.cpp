@@ -71,8 +71,8 @@ int PeerMemory::most_ranks() {
 std::size_t PeerMemory::head_bytes() {
   return cuda::kSumsEnd;
 }
-std::int64_t PeerMemory::most_sum_bytes() {
-  return cuda::kMostSumBytes;
+std::int64_t PeerMemory::most_sum_row_bytes() {
+  return cuda::kMostSumRowBytes;
 }
 
 }  // namespace fusedmoe

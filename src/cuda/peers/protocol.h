@@ -11,6 +11,8 @@
 // no second round: when a rank comes to the next sum, it has read all parts of this one. So parts
 // lie in two buffers by turns, and a rank may be one sum ahead of those that still wait. Otherwise
 // each rank adds up a share of the tokens, and in the second round the others read these totals.
+// Sums in pieces are several such sums, where a rank tells its parts of a piece when it has the
+// totals of the one before and may still be reading them: so totals lie in two buffers, too.
 //
 // Nobody waits for ever. Who gives up a wait, because a rank is late, is in another step, or the
 // host says so, writes down why and sends no signal any more: `dead`.

@@ -85,10 +85,9 @@ __device__ inline bool await_all(const StepParams& p, Round round) {
 /// By all threads of a block, behind what other ranks may read: the last block of the grid tells
 /// them all. What each block has written is with the other ranks before its ticket is drawn.
 /// Returns, to the first warp alone, whether this is that block.
-__device__ inline bool signal_when_all_done(const StepParams& p, Round round,
+__device__ inline bool signal_when_all_done(const StepParams& p, Round round, const StepKey& key,
                                             std::uint32_t before) {
   const Peers& peers = p.context.peers;
-  const StepKey key = p.key();
   const int to = static_cast<int>(threadIdx.x);
   __syncthreads();
   if (to >= 32) return false;

@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kMostThreads)
   }
   wait_for_previous_launch();
   if (is_dead != 0) return;
-  signal_when_all_done(s, Round::kDispatch, before);
+  signal_when_all_done(s, Round::kDispatch, s.key(), before);
 }
 
 struct PullParams {

@@ -34,10 +34,12 @@ enum class SumFollows { kOther, kTelling, kExperts };
 void sum_results(const PeerContext& context, const PeerStep& step, const PeerSum& sum,
                  SumFollows follows, Stream stream);
 
-/// What a launch of sum_parts() does.
-enum class SumPhases { kTell, kAdd, kAll };
-/// Behind a kernel of ours. Of kMostSumBytes at most.
-void sum_parts(const PeerContext& context, const PeerParts& parts, SumPhases phases, Stream stream);
+/// What a launch of sum_parts() does. kNext adds a piece that the launch right before has told.
+enum class SumPhases { kTell, kAdd, kAll, kNext };
+/// Behind a kernel of ours. Of kMostSumBytes at most. `next_tokens`: of the next piece, whose parts
+/// follow in parts.partial's memory; who adds this piece also tells that. 0: there is none.
+void sum_parts(const PeerContext& context, const PeerParts& parts, SumPhases phases,
+               std::int64_t next_tokens, Stream stream);
 
 /// The blocks as a rank maps them.
 struct MappedBlocks {

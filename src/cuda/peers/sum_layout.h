@@ -9,8 +9,13 @@
 
 namespace fusedmoe::cuda {
 
-/// Of a rank's parts in one sum. More rows take several, each with waits of its own.
+/// Of a rank's parts in one launch. More rows are added in several pieces.
 inline constexpr std::int64_t kMostSumBytes = std::int64_t{6} << 20;
+inline constexpr std::int64_t kMostSumRowBytes = kMostSumBytes / 2;
+/// Of a launch. Half of them, rounded up, have kMostSumBytes / 2 at most.
+constexpr std::int64_t most_sum_rows(std::int64_t row_bytes) {
+  return kMostSumRowBytes / row_bytes * 2;
+}
 
 inline constexpr std::int64_t kSumsBegin =
     core::round_up(static_cast<std::int64_t>(sizeof(ArenaHead)), std::int64_t{256});
@@ -18,9 +23,12 @@ inline constexpr std::int64_t kSumsBegin =
 FUSEDMOE_HD constexpr std::int64_t parts_begin(std::uint32_t before) {
   return kSumsBegin + (before % 2) * kMostSumBytes;
 }
-/// What a rank has added up for the others.
-inline constexpr std::int64_t kTotalsBegin = kSumsBegin + 2 * kMostSumBytes;
-inline constexpr std::int64_t kSumsEnd = kTotalsBegin + kMostSumBytes;
+/// What a rank has added up for the others, its share of the tokens, by turns as well: others may
+/// still read those of one piece when it adds the next.
+FUSEDMOE_HD constexpr std::int64_t totals_begin(std::uint32_t before) {
+  return kSumsBegin + 2 * kMostSumBytes + (before % 2) * (kMostSumBytes / 2);
+}
+inline constexpr std::int64_t kSumsEnd = kSumsBegin + 3 * kMostSumBytes;
 
 /// In one shot every rank reads the parts of all others: (ranks - 1) x bytes. In two shots it first
 /// reads the others' parts of its share of the tokens, and then the others' totals. That is

@@ -1,6 +1,7 @@
 // The sum of what ranks with the same tokens have: one kernel leaves this rank's parts where the
 // others read them, tells them, waits for theirs and adds. Or one does the first two, and another
-// the rest.
+// the rest. Many tokens are added in pieces. The kernel of a piece also leaves and tells the parts
+// of the next: so they have come when the next kernel wants them.
 #include "cuda/device/overlap.cuh"
 #include "cuda/peers/add_parts.cuh"
 #include "cuda/peers/sum_layout.h"
@@ -15,13 +16,17 @@ struct PartsParams {
   Output* output;
   std::int64_t output_stride;
   std::int32_t num_tokens, hidden, chunks;
-  std::int32_t share;  // of the tokens, which a rank adds for all; 0: each rank adds all for itself
+  std::int32_t next_tokens;  // those of the next piece, behind `partial`
+  // Of the tokens, which a rank adds for all; 0: each rank adds all for itself, and nothing is
+  // next.
+  std::int32_t share;
   bool accumulate, tells, adds;
 
   /// Calls function(token, column) for what this thread does of so many tokens.
   template <int kWidth, typename Function>
   __device__ void each(int tokens, const Function& function) const {
     const SumTeam team;
+#pragma unroll 1  // many threads have enough on its way, and registers are few
     for (int i = team.first; i < tokens * chunks; i += team.step) {
       const int column = (i % chunks * SumTeam::kThreads + team.thread) * kWidth;
       if (column < hidden) function(i / chunks, column);
@@ -48,26 +53,36 @@ __global__ void __launch_bounds__(kMostThreads)
   const std::uint32_t is_dead = DeviceWords::load(&peers.own().dead);
   // A launch that only adds comes behind the one that has told, and ended its number.
   const std::uint32_t before = number_before(s, Round::kParts) - (p.tells ? 0 : 1);
-  const auto parts_of = [&](int rank) { return in_arena<Row>(peers, rank, parts_begin(before)); };
-  const auto totals_of = [&](int rank) { return in_arena<Row>(peers, rank, kTotalsBegin); };
+  const auto parts_of = [&](int rank, std::uint32_t number) {
+    return in_arena<Row>(peers, rank, parts_begin(number));
+  };
+  const auto totals_of = [&](int rank) { return in_arena<Row>(peers, rank, totals_begin(before)); };
   const auto store = [&](float(&sums)[kWidth], int token, int column) {
     store_sums(sums, p.output + token * p.output_stride + column, p.accumulate);
   };
 
-  if (p.tells) {
-    p.template each<kWidth>(p.num_tokens, [&](int token, int column) {
-      const auto row = Pack<Row, kWidth>::load(p.partial + p.at(token, column));
-      if (is_dead == 0) row.store(parts_of(peers.rank) + p.at(token, column));
+  const auto leave = [&](const Row* rows, int num_tokens, std::uint32_t number) {
+    p.template each<kWidth>(num_tokens, [&](int token, int column) {
+      const auto row = Pack<Row, kWidth>::load(rows + p.at(token, column));
+      if (is_dead == 0) row.store(parts_of(peers.rank, number) + p.at(token, column));
     });
+  };
+  const auto tell = [&](int num_tokens, std::uint32_t number) {
+    StepKey key = s.key();
+    key.most_tokens = static_cast<std::uint32_t>(num_tokens);
+    const bool is_last = signal_when_all_done(s, Round::kParts, key, number);
+    if (is_last && threadIdx.x == 0) end_sum<DeviceWords>(peers, number);
+  };
+  if (p.tells) {
+    leave(p.partial, p.num_tokens, before);
     if (is_dead != 0) return;
-    const bool is_last = signal_when_all_done(s, Round::kParts, before);
-    if (is_last && threadIdx.x == 0) end_sum<DeviceWords>(peers, before);
+    tell(p.num_tokens, before);
   }
   if (!p.adds || !await_all(s, Round::kParts, before)) return;
 
   const auto add = [&](float(&sums)[kWidth], int token, int column) {
     add_parts<Row>(sums, peers.size, [&](int rank) -> SumPart<Row> {
-      return {parts_of(rank) + p.at(token, column)};
+      return {parts_of(rank, before) + p.at(token, column)};
     });
   };
   if (p.share == 0) {
@@ -85,8 +100,11 @@ __global__ void __launch_bounds__(kMostThreads)
     add(sums, first + token, column);
     store_sums(sums, totals_of(peers.rank) + p.at(token, column), false);
   });
-  signal_when_all_done(s, Round::kTotals, before);
+  signal_when_all_done(s, Round::kTotals, s.key(), before);
+  // When the ranks have told the parts of this piece, they have read those of the one before.
+  leave(p.partial + p.at(p.num_tokens, 0), p.next_tokens, before + 1);
   if (!await_all(s, Round::kTotals, before)) return;
+  if (p.next_tokens > 0) tell(p.next_tokens, before + 1);
   p.template each<kWidth>(p.num_tokens, [&](int token, int column) {
     float sums[kWidth] = {};
     const Row* const total = totals_of(token / p.share) + p.at(token % p.share, column);
@@ -98,7 +116,7 @@ __global__ void __launch_bounds__(kMostThreads)
 }  // namespace
 
 void sum_parts(const PeerContext& context, const PeerParts& parts, SumPhases phases,
-               Stream stream) {
+               std::int64_t next_tokens, Stream stream) {
   const std::int64_t num_tokens = parts.partial.size(0), hidden = parts.partial.size(1);
   const std::int64_t row_bytes = bytes(parts.partial.dtype(), hidden);
   PeerStep step;
@@ -116,15 +134,16 @@ void sum_parts(const PeerContext& context, const PeerParts& parts, SumPhases pha
     p.output = parts.output.as<Output>();
     p.output_stride = num_tokens > 0 ? parts.output.stride(0) : hidden;
     p.num_tokens = static_cast<std::int32_t>(num_tokens);
+    p.next_tokens = static_cast<std::int32_t>(next_tokens);
     p.hidden = static_cast<std::int32_t>(hidden);
     p.accumulate = parts.accumulate;
-    p.tells = phases != SumPhases::kAdd;
+    p.tells = phases == SumPhases::kTell || phases == SumPhases::kAll;
     p.adds = phases != SumPhases::kTell;
-    if (takes_two_shots(ranks, num_tokens * row_bytes)) {
+    if (next_tokens > 0 || takes_two_shots(ranks, num_tokens * row_bytes)) {
       p.share = static_cast<std::int32_t>(core::ceil_div(num_tokens, ranks));
     }
     launch_sum<Row>([](auto width) { return sum_parts_kernel<Row, Output, width>; }, p, num_tokens,
-                    p.tells && num_tokens > 0, true, stream, p.partial, p.output,
+                    phases != SumPhases::kAdd && num_tokens > 0, true, stream, p.partial, p.output,
                     p.output + p.output_stride);
   };
   dispatch_row_and_output(parts.partial.dtype(), parts.output.dtype(), launch_kernel);
