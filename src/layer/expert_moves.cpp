@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/waited_stream.h"
 #include "core/workspace.h"
 #include "fusedmoe/runtime.h"
 #include "moe/experts_args.h"
@@ -122,20 +123,6 @@ void add_messages(std::vector<Message>& messages, int peer, const PackedParts& p
   }
 }
 
-/// A stream for copies. Its destructor waits until they have ended. It has the lowest priority,
-/// which is what a CUDA stream has unless it asks for another.
-class CopyStream {
- public:
-  explicit CopyStream(Device device) : stream_(device) {}
-  ~CopyStream() { end_copies(stream_); }
-  CopyStream(const CopyStream&) = delete;
-  CopyStream& operator=(const CopyStream&) = delete;
-  operator Stream() const { return stream_; }  // NOLINT(google-explicit-*)
-
- private:
-  const OwnedStream stream_;
-};
-
 /// Experts of a rank that leave it at a time: copies of them take memory.
 constexpr std::size_t kLeaveTogether = 8;
 
@@ -193,13 +180,16 @@ class Move {
 
   /// Collective: experts that travel together.
   void bring(std::span<const Transfer> transfers) const {
-    Leaving leaving;
+    Leaving here, leaving;
     Arriving arriving;
-    std::optional<CopyStream> stream;  // made last, goes first
+    std::optional<core::WaitedStream> stream;  // made last, goes first
     const auto put_out = [&] {
       stream.emplace(device_);
-      leaving = leaving_of(transfers, experts_, packed_, rank_);
-      if (!device_.is_cpu()) leaving = copied(leaving, *stream);
+      leaving = here = leaving_of(transfers, experts_, packed_, rank_);
+      if (device_.is_cpu()) return;
+      leaving = room_for(here);
+      for (const auto& [index, parts] : leaving) copy_parts(here.at(index), parts, *stream);
+      synchronize(*stream);
     };
     communicator_.together(put_out, what_);
     const std::vector<std::string> texts = communicator_.gather(describe(leaving).dump(), what_);
@@ -264,20 +254,13 @@ class Move {
     }
     return described;
   }
-  /// The same in the block that this rank lends, or in one of its own.
-  Leaving copied(const Leaving& leaving, Stream stream) const {
+  /// For copies of them, in the block that this rank lends, or in one of its own.
+  Leaving room_for(const Leaving& leaving) const {
     const Json description = describe(leaving);
-    Leaving copies;
-    if (blocks_) {
-      copies = lent_by(rank_, description);
-    } else if (!leaving.empty()) {
-      const Tensor block = make_room_(static_cast<std::int64_t>(bytes_of(leaving)));
-      copies =
-          cut_leaving(description, core::WorkspaceCutter(block.data()), block.owner(), device_);
-    }
-    for (const auto& [index, parts] : copies) copy_parts(leaving.at(index), parts, stream);
-    synchronize(stream);
-    return copies;
+    if (blocks_) return lent_by(rank_, description);
+    if (leaving.empty()) return {};
+    const Tensor block = make_room_(static_cast<std::int64_t>(bytes_of(leaving)));
+    return cut_leaving(description, core::WorkspaceCutter(block.data()), block.owner(), device_);
   }
   /// What leaves a rank, in its block.
   Leaving lent_by(int rank, const Json& description) const {
@@ -313,13 +296,6 @@ class Move {
 };
 
 }  // namespace
-
-void end_copies(Stream stream) noexcept {
-  try {
-    synchronize(stream);
-  } catch (const Error&) {
-  }
-}
 
 void bring(Communicator& communicator, const Experts& experts, const PackedWeights& packed,
            std::span<const Transfer> transfers, const MakeRoom& make_room, const Receive& receive,

@@ -45,8 +45,4 @@ void bring(Communicator& communicator, const Experts& experts, const PackedWeigh
            std::span<const Transfer> transfers, const MakeRoom& make_room, const Receive& receive,
            std::string_view what);
 
-/// Waits until the copies of a stream have ended, so that their memory can be given to somebody
-/// else. Throws nothing: after a failure of the device no copy runs any more.
-void end_copies(Stream stream) noexcept;
-
 }  // namespace fusedmoe::layer

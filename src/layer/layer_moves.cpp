@@ -8,6 +8,7 @@
 #include "core/check.h"
 #include "core/device_runtime.h"
 #include "core/exception_text.h"
+#include "core/waited_stream.h"
 #include "fusedmoe/runtime.h"
 #include "layer/agreement.h"
 #include "layer/layer_impl.h"
@@ -194,7 +195,7 @@ void MoeLayer::commit_move() {
         impl.kernel.experts().replace_expert(*impl.packed, each.index, *each.expert, impl.stream);
       }
     } catch (...) {
-      layer::end_copies(impl.stream);  // from memory that other moves get next
+      core::drain(impl.stream);  // from memory that other moves get next
       throw;
     }
     synchronize(impl.stream);

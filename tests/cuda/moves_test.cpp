@@ -147,8 +147,26 @@ TEST_F(CudaMovesTest, AMoveThatBreaksOffLeavesTheOldPlacement) {
   });
 }
 
+/// Keeps a GPU busy, so that what other streams have begun takes its time.
+class Busy {
+ public:
+  explicit Busy(Device device)
+      : thread_([device](const std::stop_token& stop) {
+          const Tensor memory = Tensor::empty({std::int64_t{1} << 30}, DType::kU8, device);
+          const OwnedStream stream(device);
+          while (!stop.stop_requested()) {
+            for (int i = 0; i < 4; ++i) fill_bytes(memory, 0, stream);
+            synchronize(stream);
+          }
+        }) {}
+
+ private:
+  std::jthread thread_;
+};
+
 /// Of ranks that map each other's memory: rank 1 has no room for what comes, or any one of its
-/// copies fails, those by which it makes its block, fills it, and gets what the other has.
+/// copies fails, those by which it makes its block, fills it, and gets what the other has. What it
+/// has begun then is under way for a while yet, and reads and writes memory of both.
 TEST_F(CudaMovesTest, CopiesThatFailOnOneRankLeaveTheOldPlacement) {
   const LayerWeights weights = make_layer_weights({small_case("bf16")});
   const MoeLayer alone(weights, options_of(kGpu, true));
@@ -177,6 +195,7 @@ TEST_F(CudaMovesTest, CopiesThatFailOnOneRankLeaveTheOldPlacement) {
     });
     expect_bits(1);
   };
+  const Busy busy(kGpu);
   expect_failure({.is_full = true});  // first: moves that end well leave room for the next
   const int copies = copies_of_move(layers, 1);
   for (int n = 0; n < copies; ++n) expect_failure({.copies_until_error = n});

@@ -8,6 +8,7 @@
 
 #include "core/device_runtime.h"
 #include "core/format.h"
+#include "core/waited_stream.h"
 #include "cuda/device/mapped_memory.h"
 #include "cuda/peers/steps.h"
 #include "fusedmoe/error.h"
@@ -52,17 +53,17 @@ std::uint64_t draw_mark() {
 class CudaPeerBlocks final : public PeerBlocks {
  public:
   CudaPeerBlocks(const PeerGroup& of, std::size_t bytes)
-      : group_(of), stream_(of.device), mapped_(static_cast<std::size_t>(of.size)) {
+      : group_(of), mapped_(static_cast<std::size_t>(of.size)), stream_(of.device) {
     const auto block = std::make_shared<MappedMemory>(bytes, of.device);
     const std::uint64_t mark = draw_mark();
+    blocks_.rank = of.rank;
+    blocks_.size = of.size;
+    set(of.rank, mark, block);
     const core::DeviceRuntime& runtime = core::runtime_of(of.device);
     runtime.fill(block->data(), 0, block->bytes(), stream_);
     runtime.copy(block->data(), &mark, sizeof mark, stream_);
     synchronize(stream_);
     lent().add(mark, block);
-    blocks_.rank = of.rank;
-    blocks_.size = of.size;
-    set(of.rank, mark, block);
   }
 
   std::size_t bytes() const override { return own().bytes(); }
@@ -108,10 +109,10 @@ class CudaPeerBlocks final : public PeerBlocks {
   }
 
   const PeerGroup group_;
-  const OwnedStream stream_;
   std::vector<std::shared_ptr<MappedMemory>> mapped_;  // of each rank
   MappedBlocks blocks_;
   std::uint64_t marks_[kMostPeers] = {};
+  const core::WaitedStream stream_;  // last, as its work uses the blocks
 };
 
 }  // namespace
