@@ -23,8 +23,8 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-/// Of ranks one of which is stopped.
-constexpr milliseconds kDeadline{2000};
+/// Of ranks one of which is stopped: long enough for four to make their layers.
+constexpr milliseconds kDeadline{3000};
 
 /// What the processes do, and which of them is lost.
 constexpr const char *kScene = "FUSEDMOE_TEST_SCENE", *kLost = "FUSEDMOE_TEST_LOST";
@@ -247,7 +247,7 @@ void expect_that_a_stopped_rank_is_named(const char* scene, int stopped, int siz
   const TemporaryDirectory folder;
   for (const int status : run_processes(size, folder.path())) EXPECT_TRUE(has_ended_well(status));
   const std::string error = error_in(folder.path(), stopped == 0 ? 1 : 0);
-  EXPECT_TRUE(has(error, " waited 2000 ms for rank " + std::to_string(stopped) + " in the "))
+  EXPECT_TRUE(has(error, " waited 3000 ms for rank " + std::to_string(stopped) + " in the "))
       << error;
 }
 
