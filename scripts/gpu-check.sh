@@ -144,14 +144,15 @@ device=$("$program" doctor | sed -n 's/^.*cuda:0 //p')
 of_experts=(experts experts_shapes experts_runs experts_large golden hooks schemes schemes_parts
   one_token pack tune context)
 # run_tests LINE...: a program and the experts under test, with the GPU whose limits they shall have.
-# Programs side by side, few threads each: ctest would start a context for every case. The longest run
-# in parts.
+# Programs side by side, few threads each, on all GPUs in turns: ctest would start a context for every
+# case. The longest run in parts.
 run_tests() {
-  printf '%s\n' "$@" | awk '{
+  local gpus=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
+  printf '%s\n' "$@" | awk -v gpus="$gpus" 'BEGIN { count = split(gpus, gpu, ",") } {
       parts = $1 == "schemes" || $1 == "experts_shapes" && $2 != "sm90" ? 6 : 1
-      for (i = 0; i < parts; ++i) print $1, $2, parts, i
+      for (i = 0; i < parts; ++i) print $1, $2, parts, i, gpu[n++ % count + 1]
     }' | OMP_NUM_THREADS=3 CUDA_CACHE_MAXSIZE=4294967296 xargs -P $((jobs / 3 + 1)) -L 1 sh -c '
-      export GTEST_TOTAL_SHARDS=$2 GTEST_SHARD_INDEX=$3
+      export GTEST_TOTAL_SHARDS=$2 GTEST_SHARD_INDEX=$3 CUDA_VISIBLE_DEVICES=$4
       [ $1 = sm90 ] || export FUSEDMOE_TEST_EXPERTS=${1%-*}
       case $1 in *-*) export CUDA_FORCE_PTX_JIT=1 FUSEDMOE_PRETEND_CAPABILITY=${1#*-} ;; esac
       program=$build/tests/cuda_$0_test log=$build/tests/cuda_$0_test.$1.$3.log
