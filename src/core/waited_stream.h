@@ -2,17 +2,16 @@
 #pragma once
 
 #include "core/device_runtime.h"
-#include "fusedmoe/error.h"
 #include "fusedmoe/runtime.h"
 
 namespace fusedmoe::core {
 
-/// Waits for the work of a stream, behind which its memory can be given to somebody else. Throws
-/// nothing: after a failure of the device no work runs any more.
+/// Waits for the work of a stream. Afterwards the memory that it uses can be reused or freed.
+/// Throws nothing: after a failure of the device no work runs any more.
 inline void drain(Stream stream) noexcept {
   try {
     synchronize(stream);
-  } catch (const Error&) {
+  } catch (...) {
   }
 }
 

@@ -203,7 +203,7 @@ TEST_F(PeerFailuresTest, StepsThatOverlapAreRefused) {
 
 /// One replay fewer. The ranks replay side by side, some of them on one GPU.
 TEST_F(PeerFailuresTest, ReplaysAreWatchedToo) {
-  on_all_gpus(4, milliseconds(2000), [](const RanksWithStreams& all) {
+  on_all_gpus(4, kDeadline, [](const RanksWithStreams& all) {
     std::vector<Graph> graphs;
     for (int r = 0; r < all.ranks.size(); ++r) {
       graphs.emplace_back(all.streams[r], [&] { all.forward(*all.first[r], r, all.options(r)); });
@@ -217,7 +217,7 @@ TEST_F(PeerFailuresTest, ReplaysAreWatchedToo) {
     all.synchronize_all();
     graphs[1].launch(all.streams[1]);  // does nothing any more
     synchronize(all.streams[1]);
-    all.expect_error(" waited 2000 ms for rank 0 in the dispatch of layer 0");
+    all.expect_error(" waited 2500 ms for rank 0 in the dispatch of layer 0");
   });
 }
 

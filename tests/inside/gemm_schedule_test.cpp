@@ -1,6 +1,7 @@
 // The order of work tiles of the fused MLP kernel, enumerated on the host: every tile of every
 // expert exactly once, nothing for an expert without rows, and splits that cover K.
 #include "cuda/mlp/schedule.h"
+#include "cuda/sm80/kernel_set.h"
 #include "cuda/sm90/tiles.h"
 
 #include <gtest/gtest.h>
@@ -115,8 +116,16 @@ INSTANTIATE_TEST_SUITE_P(Cases, GemmScheduleTest, ::testing::ValuesIn(schedule_c
 TEST(GemmScheduleTest, TokenTilesCutAnExpertsRowsEvenly) {
   std::vector<TileShape> tiles_of_rows(std::begin(sm90::kTiles16Bit), std::end(sm90::kTiles16Bit));
   tiles_of_rows.insert(tiles_of_rows.end(), std::begin(sm90::kTilesFp8), std::end(sm90::kTilesFp8));
+  for (const WeightFormat* format : {&formats::kBf16, &formats::kMxfp4Bf16, &formats::kInt8Bf16,
+                                     &formats::kFp8, &formats::kW4a8}) {
+    for (const sm80::Fp8 fp8 : {sm80::Fp8::kAsF16, sm80::Fp8::kNative}) {
+      const auto tiles = sm80::kernel_set(*format, fp8).tiles;
+      tiles_of_rows.insert(tiles_of_rows.end(), tiles.begin(), tiles.end());
+    }
+  }
   for (const TileShape& tile : tiles_of_rows) {
     const int step = tile.token_step();
+    EXPECT_EQ(tile.max_tokens % step, 0);
     for (int rows = 1; rows <= 5 * tile.max_tokens + 1; ++rows) {
       const int tiles = num_token_tiles(rows, tile.max_tokens);
       const int size = token_tile_size(rows, tiles, step);

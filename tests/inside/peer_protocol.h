@@ -111,14 +111,21 @@ class Rank {
   bool sum(const StepKey& key, std::uint64_t number, bool two_shots = false) {
     return sum_in_pieces(key, number, 1, two_shots);
   }
-  /// The same in so many pieces, which have numbers from this one on: the last in one shot or two.
+  /// The same in so many pieces of the key's tokens, which have numbers from this one on: the last
+  /// in one shot or two.
   bool sum_in_pieces(const StepKey& key, std::uint64_t number, int pieces, bool two_shots) {
     const std::uint32_t before = number_before(Round::kParts);
+    const auto key_of = [&](int piece) {
+      StepKey of_all_from_there = key;
+      of_all_from_there.most_tokens *= static_cast<std::uint32_t>(pieces - piece);
+      return of_all_from_there;
+    };
     leave(number, before);
-    tell(key, before);
+    tell(key_of(0), before);
     for (int i = 0; i < pieces; ++i) {
-      const bool has_next = i + 1 < pieces;
-      if (!add(key, number + i, before + i, two_shots || has_next, has_next)) return false;
+      const StepKey next = key_of(i + 1);
+      const StepKey* const told = i + 1 < pieces ? &next : nullptr;
+      if (!add(key_of(i), number + i, before + i, two_shots || told, told)) return false;
     }
     return true;
   }
@@ -197,9 +204,9 @@ class Rank {
     send(Round::kParts, key, before);
     end_sum<TestWords>(peers_, before);
   }
-  /// Behind what tells this sum's parts; tells those of the next.
+  /// Behind what tells this sum's parts; tells those of the next, if there is one.
   bool add(const StepKey& key, std::uint64_t number, std::uint32_t before, bool two_shots,
-           bool has_next) {
+           const StepKey* next) {
     if (!await_all(Round::kParts, key, before)) return !++host_.gave_up;
     std::uint64_t sum = 0, expected = 0;
     for (int from = 0; from < peers_.size; ++from) {
@@ -211,9 +218,9 @@ class Rank {
     if (!two_shots) return true;
     arena(peers_.rank).totals[before % 2] = sum + static_cast<std::uint64_t>(peers_.rank);
     send(Round::kTotals, key, before);
-    if (has_next) leave(number + 1, before + 1);
+    if (next) leave(number + 1, before + 1);
     if (!await_all(Round::kTotals, key, before)) return !++host_.gave_up;
-    if (has_next) tell(key, before + 1);
+    if (next) tell(*next, before + 1);
     for (int from = 0; from < peers_.size; ++from) {
       if (random_() % 4 == 0) doze();
       EXPECT_EQ(arena(from).totals[before % 2], expected + static_cast<std::uint64_t>(from));

@@ -124,6 +124,17 @@ TEST(PeerSumsProtocolTest, WhoAddsOtherRowsIsNamedByAll) {
   });
 }
 
+/// Though the first pieces have as many.
+TEST(PeerSumsProtocolTest, WhoHasMorePiecesIsNamedInTheFirst) {
+  Host host(3);
+  host.run([&](int rank) {
+    Rank self(host, rank);
+    EXPECT_FALSE(self.sum_in_pieces(kSum, 1, rank == 1 ? 1 : 3, false));
+    EXPECT_EQ(self.record.different, rank == 1 ? 0b101U : 0b010U);
+    EXPECT_EQ(self.record.step, 1U);
+  });
+}
+
 TEST(PeerSumsProtocolTest, SumsOfManyBytesTakeTwoShots) {
   static_assert(kSumsBegin >= static_cast<std::int64_t>(sizeof(ArenaHead)));
   static_assert(parts_begin(0) != parts_begin(1) && parts_begin(0) == parts_begin(0xFFFFFFFE));
@@ -137,12 +148,13 @@ TEST(PeerSumsProtocolTest, SumsOfManyBytesTakeTwoShots) {
   }
   EXPECT_LE(totals_begin(1) + kMostSumBytes / 2, kSumsEnd);
   for (const std::int64_t tokens : {1, 32, 128, 728}) {
-    EXPECT_FALSE(takes_two_shots(2, tokens * 5760)) << "they move as much";
+    EXPECT_FALSE(takes_two_shots(2, tokens * 5760, false)) << "they move as much";
+    EXPECT_TRUE(takes_two_shots(2, tokens * 5760, true));
   }
-  EXPECT_FALSE(takes_two_shots(4, 128 * 5760));
-  EXPECT_TRUE(takes_two_shots(4, 512 * 5760));
-  EXPECT_FALSE(takes_two_shots(8, 32 * 5760));
-  EXPECT_TRUE(takes_two_shots(8, 64 * 5760));
+  EXPECT_FALSE(takes_two_shots(4, 128 * 5760, false));
+  EXPECT_TRUE(takes_two_shots(4, 512 * 5760, false));
+  EXPECT_FALSE(takes_two_shots(8, 32 * 5760, false));
+  EXPECT_TRUE(takes_two_shots(8, 64 * 5760, false));
 }
 
 }  // namespace fusedmoe::cuda::peer_protocol_test

@@ -24,9 +24,9 @@ using Communicators = std::vector<std::shared_ptr<Communicator>>;
 
 /// Long enough for a loaded machine, where nothing goes wrong.
 inline constexpr std::chrono::milliseconds kPatient{60000};
-/// Within which all ranks have the Error of one that has failed or was killed. Sanitizers make what
-/// runs until then some ten times slower, beside other tests that take the cores.
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+/// Within which all ranks have the Error of one that has failed or was killed. Sanitizers, and
+/// qemu, make what runs until then some ten times slower, beside other tests that take the cores.
+#ifdef FUSEDMOE_TESTS_ARE_SLOW
 inline constexpr std::chrono::seconds kAtOnce{10};
 #else
 inline constexpr std::chrono::seconds kAtOnce{1};

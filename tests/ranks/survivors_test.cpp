@@ -219,7 +219,8 @@ TEST(SurvivorsTest, ProcessesMoveExpertsAndGoOn) {
         }
       });
       const Clock::time_point end = Clock::now();
-      const Clock::time_point killed{Clock::duration(std::stoll(*texts.read("killed", kPatient)))};
+      const std::string killed_at = texts.read("killed", kPatient).value();
+      const Clock::time_point killed{Clock::duration(std::stoll(killed_at))};
       if (end - killed > testing::kAtOnce) throw std::runtime_error("rank 1 was named too late");
       if (!has(error, "rank 1")) throw std::runtime_error("no word of rank 1: " + error);
       const auto left = join(rank / 2, 2, texts, "left", shared_memory);

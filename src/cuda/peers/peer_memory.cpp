@@ -228,7 +228,7 @@ class CudaPeerMemory final : public PeerMemory {
     PeerParts piece = parts;
     piece.partial = parts.partial.slice(0, begin, end);
     piece.output = parts.output.slice(0, begin, end);
-    sum_parts(context_, piece, phases, std::min(num_tokens - end, most), stream);
+    sum_parts(context_, piece, num_tokens - end, phases, stream);
     return end;
   }
   /// Whether what is recorded next comes right behind the kernel that this rank has recorded last:

@@ -36,10 +36,10 @@ void sum_results(const PeerContext& context, const PeerStep& step, const PeerSum
 
 /// What a launch of sum_parts() does. kNext adds a piece that the launch right before has told.
 enum class SumPhases { kTell, kAdd, kAll, kNext };
-/// Behind a kernel of ours. Of kMostSumBytes at most. `next_tokens`: of the next piece, whose parts
-/// follow in parts.partial's memory; who adds this piece also tells that. 0: there is none.
-void sum_parts(const PeerContext& context, const PeerParts& parts, SumPhases phases,
-               std::int64_t next_tokens, Stream stream);
+/// Behind a kernel of ours. A piece of a sum, of kMostSumBytes at most. `tokens_behind`: whose rows
+/// follow in the memory of parts.partial. Who adds this piece also tells the next one.
+void sum_parts(const PeerContext& context, const PeerParts& parts, std::int64_t tokens_behind,
+               SumPhases phases, Stream stream);
 
 /// The blocks as a rank maps them.
 struct MappedBlocks {

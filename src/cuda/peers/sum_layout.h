@@ -33,9 +33,10 @@ inline constexpr std::int64_t kSumsEnd = kSumsBegin + 3 * kMostSumBytes;
 /// In one shot every rank reads the parts of all others: (ranks - 1) x bytes. In two shots it first
 /// reads the others' parts of its share of the tokens, and then the others' totals. That is
 /// 2 x (ranks - 1) / ranks x bytes, and one wait more.
-constexpr bool takes_two_shots(int ranks, std::int64_t bytes) {
+/// In that wait the next piece of a sum comes, if there is one.
+constexpr bool takes_two_shots(int ranks, std::int64_t bytes, bool has_next) {
   constexpr std::int64_t kWait = std::int64_t{3} << 19;  // what NVLink brings meanwhile: 5 us
-  return bytes * (ranks - 1) * (ranks - 2) > kWait * ranks;
+  return has_next || bytes * (ranks - 1) * (ranks - 2) > kWait * ranks;
 }
 
 }  // namespace fusedmoe::cuda

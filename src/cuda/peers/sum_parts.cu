@@ -16,7 +16,9 @@ struct PartsParams {
   Output* output;
   std::int64_t output_stride;
   std::int32_t num_tokens, hidden, chunks;
-  std::int32_t next_tokens;  // those of the next piece, behind `partial`
+  // Those behind this piece, and how many of them are the next piece. Ranks agree about all tokens
+  // from their piece on: else they would differ unnoticed in how many pieces there are.
+  std::int32_t tokens_behind, next_tokens;
   // Of the tokens, which a rank adds for all; 0: each rank adds all for itself, and nothing is
   // next.
   std::int32_t share;
@@ -26,7 +28,7 @@ struct PartsParams {
   template <int kWidth, typename Function>
   __device__ void each(int tokens, const Function& function) const {
     const SumTeam team;
-#pragma unroll 1  // many threads have enough on its way, and registers are few
+#pragma unroll 1  // enough loads are in flight, and registers are few
     for (int i = team.first; i < tokens * chunks; i += team.step) {
       const int column = (i % chunks * SumTeam::kThreads + team.thread) * kWidth;
       if (column < hidden) function(i / chunks, column);
@@ -67,16 +69,16 @@ __global__ void __launch_bounds__(kMostThreads)
       if (is_dead == 0) row.store(parts_of(peers.rank, number) + p.at(token, column));
     });
   };
-  const auto tell = [&](int num_tokens, std::uint32_t number) {
+  const auto tell = [&](int tokens_from_there, std::uint32_t number) {
     StepKey key = s.key();
-    key.most_tokens = static_cast<std::uint32_t>(num_tokens);
+    key.most_tokens = static_cast<std::uint32_t>(tokens_from_there);
     const bool is_last = signal_when_all_done(s, Round::kParts, key, number);
     if (is_last && threadIdx.x == 0) end_sum<DeviceWords>(peers, number);
   };
   if (p.tells) {
     leave(p.partial, p.num_tokens, before);
     if (is_dead != 0) return;
-    tell(p.num_tokens, before);
+    tell(p.num_tokens + p.tokens_behind, before);
   }
   if (!p.adds || !await_all(s, Round::kParts, before)) return;
 
@@ -104,7 +106,9 @@ __global__ void __launch_bounds__(kMostThreads)
   // When the ranks have told the parts of this piece, they have read those of the one before.
   leave(p.partial + p.at(p.num_tokens, 0), p.next_tokens, before + 1);
   if (!await_all(s, Round::kTotals, before)) return;
-  if (p.next_tokens > 0) tell(p.next_tokens, before + 1);
+  // Not earlier: else a rank could come to its next totals, and put their signal over that of
+  // these, while another still waits for it.
+  if (p.tokens_behind > 0) tell(p.tokens_behind, before + 1);
   p.template each<kWidth>(p.num_tokens, [&](int token, int column) {
     float sums[kWidth] = {};
     const Row* const total = totals_of(token / p.share) + p.at(token % p.share, column);
@@ -115,14 +119,14 @@ __global__ void __launch_bounds__(kMostThreads)
 
 }  // namespace
 
-void sum_parts(const PeerContext& context, const PeerParts& parts, SumPhases phases,
-               std::int64_t next_tokens, Stream stream) {
+void sum_parts(const PeerContext& context, const PeerParts& parts, std::int64_t tokens_behind,
+               SumPhases phases, Stream stream) {
   const std::int64_t num_tokens = parts.partial.size(0), hidden = parts.partial.size(1);
   const std::int64_t row_bytes = bytes(parts.partial.dtype(), hidden);
   PeerStep step;
   step.layer = parts.layer;
   step.placement = parts.placement;
-  step.most_tokens = num_tokens;
+  step.most_tokens = num_tokens + tokens_behind;
   step.row_bytes = row_bytes;
   const int ranks = context.peers.size;
   const auto launch_kernel = [&](auto row, auto result) {
@@ -134,12 +138,13 @@ void sum_parts(const PeerContext& context, const PeerParts& parts, SumPhases pha
     p.output = parts.output.as<Output>();
     p.output_stride = num_tokens > 0 ? parts.output.stride(0) : hidden;
     p.num_tokens = static_cast<std::int32_t>(num_tokens);
-    p.next_tokens = static_cast<std::int32_t>(next_tokens);
+    p.tokens_behind = static_cast<std::int32_t>(tokens_behind);
+    p.next_tokens = static_cast<std::int32_t>(std::min(tokens_behind, most_sum_rows(row_bytes)));
     p.hidden = static_cast<std::int32_t>(hidden);
     p.accumulate = parts.accumulate;
     p.tells = phases == SumPhases::kTell || phases == SumPhases::kAll;
     p.adds = phases != SumPhases::kTell;
-    if (next_tokens > 0 || takes_two_shots(ranks, num_tokens * row_bytes)) {
+    if (takes_two_shots(ranks, num_tokens * row_bytes, tokens_behind > 0)) {
       p.share = static_cast<std::int32_t>(core::ceil_div(num_tokens, ranks));
     }
     launch_sum<Row>([](auto width) { return sum_parts_kernel<Row, Output, width>; }, p, num_tokens,
