@@ -219,8 +219,8 @@ class Move {
   static const PackedParts& expert_of(const Transfer& transfer, const Leaving& leaving) {
     return leaving.at(core::to_string(transfer.from_index));
   }
-  /// Copies the experts that come to this rank out of the blocks of other ranks. Waits for the
-  /// copies: when all ranks have done so, the blocks are filled again.
+  /// Copies experts from the blocks of other ranks to this rank, and waits for the copies. When all
+  /// ranks have waited, their blocks are filled again.
   void copy_lent(const Arriving& arriving, const std::map<int, Json>& described,
                  Stream stream) const {
     for (const auto& [each, parts] : arriving) {

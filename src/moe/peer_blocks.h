@@ -18,9 +18,9 @@ struct PeerGroup {
   std::vector<int> names;  ///< of the ranks, in errors
 };
 
-/// The blocks of all ranks, as one rank has mapped them. Before this object is destroyed, the
-/// reads of this rank's GPU must have ended. The memory of a block is freed when no rank maps it
-/// any more.
+/// The blocks of all ranks, as one rank has mapped them. Whoever destroys this object first waits
+/// until this rank's GPU reads and writes none of them any more. A block is freed when no rank maps
+/// it.
 class PeerBlocks {
  public:
   /// At the beginning of each block: its mark, and what who uses the block may have there.

@@ -23,8 +23,8 @@ constexpr int kAhead = 10;
 
 class CudaMovesForwardsTest : public CudaTest {};
 
-/// Brings the experts of another placement on `size` ranks, on a thread for each of the `driven`
-/// ranks that are the caller's.
+/// Starts moves to other placements on `size` ranks. The caller drives `driven` of these ranks;
+/// each has a thread that brings its experts.
 class Movers {
  public:
   using Move = std::function<void(int rank, const ExpertPlacement& placement)>;

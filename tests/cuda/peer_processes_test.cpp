@@ -1,6 +1,6 @@
-// Ranks that are processes whose rows go through the memory of their GPUs, on one GPU or on more:
-// one is killed or stopped. (And a move of experts over NCCL, in which one is killed.) The others
-// are told in time, and their GPUs work on.
+// Each rank is a process, and rows go through the memory of the GPUs, of which there is one or
+// more. One process is killed or stopped. The others are told in time, and their GPUs work on. One
+// test kills a process while experts move over NCCL instead.
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -23,7 +23,7 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 
-/// Of ranks one of which is stopped: long enough for four to make their layers.
+/// How long ranks wait for one that is stopped. Four of them make their layers within this time.
 constexpr milliseconds kDeadline{3000};
 
 /// What the processes do, and which of them is lost.

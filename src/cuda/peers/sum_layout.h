@@ -23,8 +23,8 @@ inline constexpr std::int64_t kSumsBegin =
 FUSEDMOE_HD constexpr std::int64_t parts_begin(std::uint32_t before) {
   return kSumsBegin + (before % 2) * kMostSumBytes;
 }
-/// What a rank has added up for the others, its share of the tokens, by turns as well: others may
-/// still read those of one piece when it adds the next.
+/// The totals of the tokens that this rank adds up for all. They lie in one of two buffers by
+/// turns, too: others may still read those of one piece while this rank adds the next.
 FUSEDMOE_HD constexpr std::int64_t totals_begin(std::uint32_t before) {
   return kSumsBegin + 2 * kMostSumBytes + (before % 2) * (kMostSumBytes / 2);
 }

@@ -103,7 +103,8 @@ __global__ void __launch_bounds__(kMostThreads)
     store_sums(sums, totals_of(peers.rank) + p.at(token, column), false);
   });
   signal_when_all_done(s, Round::kTotals, s.key(), before);
-  // When the ranks have told the parts of this piece, they have read those of the one before.
+  // The next parts come where those of the piece before this one were. All ranks have read these:
+  // they had before they told the parts of this piece.
   leave(p.partial + p.at(p.num_tokens, 0), p.next_tokens, before + 1);
   if (!await_all(s, Round::kTotals, before)) return;
   // Not earlier: else a rank could come to its next totals, and put their signal over that of
