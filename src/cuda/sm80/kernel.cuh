@@ -82,7 +82,7 @@ struct Kernel {
   static constexpr int kStagedPitch =
       kBlockRows + 16 / static_cast<int>(sizeof(typename Output::Element));
 
-  // K groups meet in shared memory.
+  // K groups add their accumulators in shared memory; one group needs none.
   static constexpr bool kHasPartials = kKGroups > 1;
   static_assert(!kHasPartials || kTileRowBlocks == 1);
   struct NoPartials {};
