@@ -149,6 +149,10 @@ class RowTimes {
       rows_.push_back(
           layer::predict_rows(rank_costs(), config, ranks, placement, path, combine, tokens_));
     };
+    if (selection.experts->reads_row_sources()) {
+      saved_us_ = layer::saved_beside_experts(rank_costs(), config, ranks, placement, tokens_);
+      beside_ = layer::least_beside_experts(rank_costs(), config, ranks, placement) > 0;
+    }
     add(RowPath::kPeerMemory, CombineMode::kPerRank);
     add(RowPath::kPeerMemory, CombineMode::kPerSlot);
     add(messages, CombineMode::kPerRank);
@@ -161,6 +165,10 @@ class RowTimes {
       fmt::print("{:1} {:<24} {:<8} dispatch {:.1f} us, combine {:.1f} us\n",
                  is_chosen(each) ? "*" : "", name(each.path), name(each.combine), each.dispatch_us,
                  each.combine_us);
+    }
+    if (saved_us_) {
+      fmt::print("peer_memory, per_rank: rows come {} the experts (beside them: {:+.1f} us)\n",
+                 beside_ ? "beside" : "before", -*saved_us_);
     }
     const std::string& peers = rank_costs().peer_memory.dispatch.source;
     const std::string& messages = rank_costs().of(rows_.back().path).dispatch.source;
@@ -175,6 +183,7 @@ class RowTimes {
                       {"combine_us", each.combine_us},
                       {"chosen", is_chosen(each)}});
     }
+    if (saved_us_) list[0]["saved_beside_experts_us"] = *saved_us_;
     return list;
   }
 
@@ -186,6 +195,8 @@ class RowTimes {
 
   const std::int64_t tokens_;
   layer::RowChoice chosen_;
+  std::optional<double> saved_us_;  // if rows through peer memory come beside the experts
+  bool beside_ = false;             // whether they do
   std::vector<layer::PredictedRows> rows_;
 };
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <functional>
 #include <numeric>
+#include <utility>
 
 #include "bench/bench_problem.h"
 #include "bench/rank_link.h"
@@ -269,6 +270,8 @@ RankPhases RankBench::row_phases() {
 /// Dispatch and combine; on the CPU copies in turns with them, so that caches hold as little of
 /// what is copied.
 void RankBench::time_rows(RankRow& row) {
+  // Without experts there is nothing that rows could come beside.
+  const bool from_sources = std::exchange(args_.preparation.from_sources, false);
   dispatch();
   combine();
   RankPhases phases = row_phases();
@@ -308,6 +311,7 @@ void RankBench::time_rows(RankRow& row) {
   row.combine_us = largest_of(row.ranks.combine_us);
   row.sent_bytes = largest_of(row.ranks.sent_bytes);
   row.returned_bytes = largest_of(row.ranks.returned_bytes);
+  args_.preparation.from_sources = from_sources;
 }
 
 /// The data plane alone for the same bytes.

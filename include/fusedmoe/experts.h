@@ -25,6 +25,7 @@
 namespace fusedmoe {
 
 class TransportStep;
+struct RowSources;
 class TunedConfigs;
 
 /// Shape of the activations that travel between prepare, experts and finalize.
@@ -230,6 +231,8 @@ struct Preparation {
   bool by_address = false;
   /// The experts take quantized rows, too, where they would quantize them by themselves.
   bool takes_quantized = false;
+  /// The experts can read rows from ForwardArgs::row_sources.
+  bool from_sources = false;
 };
 
 /// The arguments of one forward: they travel from the caller through prepare, experts and finalize.
@@ -281,6 +284,10 @@ struct ForwardArgs {
   /// reads is null. Only for experts with reads_rows_by_address(). The rows stay as they are until
   /// the experts have run.
   const std::byte* const* row_addresses = nullptr;
+  /// If it is not null, the rows of hidden_states, and of hidden_scales that come with rows, lie
+  /// there; of these only shape and dtype are read. Only for experts with reads_row_sources(). The
+  /// rows stay as they are until the experts have run.
+  const RowSources* row_sources = nullptr;
   TokenOrigins origins;          ///< of hidden_states, where there are hooks
   TensorView expert_num_tokens;  ///< (E) i32: rows that are real; batched format only
   WeightAndReduce weight_and_reduce = WeightAndReduce::kNoOp;  ///< of the experts, for finalize
@@ -344,6 +351,8 @@ class FUSEDMOE_API ExpertsDescriptor {
   virtual bool takes_quantized_inputs(const QuantScheme& scheme) const;
   /// See Preparation::by_address. The default: no.
   virtual bool reads_rows_by_address() const { return false; }
+  /// See Preparation::from_sources. The default: no.
+  virtual bool reads_row_sources() const { return false; }
   /// Who applies the router weights and reduces over top-k, by the activation format. The default:
   /// the experts in the standard format, finalize in the batched one.
   virtual WeightAndReduce weight_and_reduce(ActivationFormat format) const;

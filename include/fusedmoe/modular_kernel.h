@@ -99,8 +99,10 @@ class FUSEDMOE_API PrepareAndFinalize {
   virtual std::uint64_t layer() const { return 0; }
   /// How rows come to other ranks, or the parts of sums of ranks with the same tokens: "peer
   /// memory", "messages over nccl: <why not peer memory>"; empty: there are no other ranks. Where
-  /// sums follow rows, both: "messages over nccl: <why>; sums: peer memory".
-  virtual std::string rows_travel() const { return {}; }
+  /// sums follow rows, both: "messages over nccl: <why>; sums: peer memory". `read`: what the
+  /// experts leave to prepare. Those that can begin while rows come may do so for many tokens:
+  /// "peer memory; beside the experts from 1024 tokens on".
+  virtual std::string rows_travel(const Preparation& /*read*/ = {}) const { return {}; }
 
  private:
   friend class ModularKernel;
@@ -162,6 +164,8 @@ class FUSEDMOE_API ModularKernel {
 
   const PrepareAndFinalize& prepare_finalize() const { return *prepare_finalize_; }
   const Experts& experts() const { return *experts_; }
+  /// PrepareAndFinalize::rows_travel(), to these experts.
+  std::string rows_travel() const;
 
   ForwardSizes sizes(const ProblemSize& caller) const;
   /// Exact bytes that apply() needs for this problem (sizes as the caller sees them): monotone in

@@ -33,7 +33,7 @@ struct FUSEDMOE_API Plan {
   /// Of a layer that has shared experts: "cpu+no_ep" and their scheme; else empty.
   std::string shared_experts, shared_scheme;
   /// Of a layer across ranks: how rows, or parts of sums, come to other ranks, see
-  /// PrepareAndFinalize::rows_travel(); else empty. Not pinned: it follows from the ranks.
+  /// ModularKernel::rows_travel(); else empty. Not pinned: it follows from the ranks.
   std::string rows_travel;
 
   bool operator==(const Plan&) const = default;

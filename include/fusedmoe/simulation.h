@@ -53,12 +53,15 @@ struct RowCosts {
 struct FUSEDMOE_API RankCosts {
   RowCosts peer_memory, all2all, allgather_reducescatter;  ///< between ranks of one host
   LinkCost between_hosts;  ///< either way; of one rank, which has a network card of its own
+  /// How much longer experts take if they begin while a few multiprocessors still bring their rows.
+  /// Bytes: of the rows of all of a rank's experts, in the layer's dtype.
+  LinkCost beside_experts;
   ExpertsCost experts;
 
   const RowCosts& of(RowPath path) const;
   std::string json() const;
-  /// Inverse. A path that is missing costs what default_rank_costs() says; one at least must be
-  /// there. Throws Error naming what else is missing, or no positive number.
+  /// Inverse. A path that is missing, and beside_experts, cost what default_rank_costs() says; one
+  /// path at least must be there. Throws Error naming what else is missing, or no positive number.
   static RankCosts parse(std::string_view json);
 };
 

@@ -18,7 +18,7 @@ namespace fusedmoe {
 
 Plan MoeLayer::Impl::plan() const {
   Plan plan = selection.plan();
-  plan.rows_travel = kernel.prepare_finalize().rows_travel();
+  plan.rows_travel = kernel.rows_travel();
   if (!shared) return plan;
   plan.shared_experts = shared->pair;
   plan.shared_scheme = name(shared->packed->info().scheme);

@@ -16,6 +16,7 @@
 #include "layer/backend.h"
 #include "layer/checks.h"
 #include "moe/check_args.h"
+#include "moe/row_sources.h"
 
 namespace fusedmoe {
 
@@ -48,6 +49,11 @@ ModularKernel::ModularKernel(std::shared_ptr<const PrepareAndFinalize> prepare_f
                      "to finalize",
                      name(reduce_)));
   }
+}
+
+std::string ModularKernel::rows_travel() const {
+  return prepare_finalize_->rows_travel(
+      make_preparation(experts_->descriptor(), experts_->config().scheme, false));
 }
 
 ForwardSizes ModularKernel::sizes(const ProblemSize& caller) const {
@@ -185,6 +191,12 @@ void ModularKernel::Step::run_experts() {
       *view = part(*view);
     }
     if (pass.row_addresses) pass.row_addresses += begin;
+    RowSources sources;
+    if (pass.row_sources) {
+      sources = *pass.row_sources;
+      sources.first_row += begin;
+      pass.row_sources = &sources;
+    }
     pass.expected_rows = inner_.expected_rows * (end - begin) / rows;
     experts.run(pass);
   }

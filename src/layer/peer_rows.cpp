@@ -67,6 +67,7 @@ PeerRows::PeerRows(const RankRules& rules, const StepSizes& sizes, void* memory)
   received_.weights =
       TensorView(arena + step_.weights, DType::kF32, {ranks * most, topk}, rules.device);
   own_ids_ = received_.ids.slice(0, rules.rank * most, rules.rank * most + sizes.num_tokens);
+  if (sizes.beside) sources_ = peers().sources(step_, travel);
   output_ =
       TensorView(arena + step_.results, rules.combine_dtype, {results, sizes.hidden}, rules.device);
 }
@@ -102,7 +103,8 @@ void PeerRows::send(const RowTensors& own, const ForwardArgs& args) {
 }
 
 void PeerRows::receive(Stream stream) {
-  const std::vector<TensorView> tensors = travelling(received_);
+  std::vector<TensorView> tensors;
+  if (!sizes_.beside) tensors = travelling(received_);
   PulledRows rows{tensors, rules_.expert_map, rules_.num_local_experts, {}, {}};
   rows.counts_slots = sizes_.max_rows > 0;
   if (rules_.per_slot()) {

@@ -3,6 +3,8 @@
 // Experts leave what they compute where the rank that the tokens came from reads and adds it.
 #pragma once
 
+#include <optional>
+
 #include "layer/rank_step.h"
 #include "moe/peer_memory.h"
 
@@ -18,6 +20,7 @@ class PeerRows final : public RankStep {
  private:
   void send(const RowTensors& own, const ForwardArgs& args) override;
   void receive(Stream stream) override;
+  const RowSources* row_sources() const override { return sources_ ? &*sources_ : nullptr; }
   void expand_slots(ForwardArgs& args) override;
   void give_back(const ForwardArgs& args) override;
   void sum(const ForwardArgs& args) override;
@@ -27,7 +30,8 @@ class PeerRows final : public RankStep {
   PeerMemory& peers() const { return *rules_.group->peers(); }
 
   PeerStep step_;
-  TensorView own_ids_;  // (num_tokens, topk) i32, in the arena: of physical experts
+  std::optional<RowSources> sources_;  // of rows that come beside the experts
+  TensorView own_ids_;                 // (num_tokens, topk) i32, in the arena: of physical experts
 };
 
 }  // namespace fusedmoe::layer

@@ -124,7 +124,7 @@ class NoEpSums final : public PrepareAndFinalize {
     copy(borrow(&version, DType::kI32, {1}), version_, stream);
   }
   std::uint64_t layer() const override { return layer_; }
-  std::string rows_travel() const override { return sums_.travel(); }
+  std::string rows_travel(const Preparation&) const override { return sums_.travel(); }
 
  private:
   struct Step final : TransportStep {
@@ -286,6 +286,7 @@ Preparation make_preparation(const ExpertsDescriptor& experts, const QuantScheme
   Preparation preparation;
   preparation.apply_router_weight_on_input = apply_router_weight_on_input;
   preparation.by_address = experts.reads_rows_by_address();
+  preparation.from_sources = experts.reads_row_sources();
   preparation.takes_quantized = scheme.activations && experts.takes_quantized_inputs(scheme);
   if (scheme.activations && !experts.expects_unquantized_inputs(scheme)) {
     preparation.quant = scheme.activations;

@@ -23,7 +23,9 @@ class RankExchange final : public PrepareAndFinalize {
     rules_.move_experts(placement, stream);
   }
   std::uint64_t layer() const override { return rules_.layer; }
-  std::string rows_travel() const override { return rules_.rows_travel(); }
+  std::string rows_travel(const Preparation& read) const override {
+    return rules_.rows_travel(read);
+  }
 
  private:
   void do_start_prepare(ForwardArgs& args, const TransportSizes& sizes) const override;

@@ -47,8 +47,9 @@ struct RankRules {
   void move_experts(const ExpertPlacement& placement, Stream stream);
   /// What is done to rows before they travel, where experts read them as `read` says.
   Preparation sent_as(const Preparation& read) const;
-  /// The way, in words: "peer memory"; "messages over nccl: rank 1: peer_memory is false".
-  std::string rows_travel() const;
+  /// The way to experts that read rows so, in words: "peer memory"; "messages over nccl: rank 1:
+  /// peer_memory is false".
+  std::string rows_travel(const Preparation& read) const;
   bool per_slot() const { return combine == CombineMode::kPerSlot; }
   /// That of a forward of so many tokens at most.
   RowWay way_of(std::int64_t max_tokens) const {
@@ -77,6 +78,7 @@ struct RankRules {
   RankSums sums;                        // over the ranks that have the same tokens
   RowWay way = RowWay::kDeviceMessages;
   std::int64_t peer_tokens = 0;  // of peer memory: forwards of more tokens send messages
+  std::int64_t beside_from = 0;  // least_beside_experts()
   std::string no_peer_memory;    // why rows are messages between GPUs
   std::string no_messages;       // as in RowChoice
   bool shared = false;           // in place, and the ranks are processes that share memory

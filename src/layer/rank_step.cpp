@@ -99,7 +99,9 @@ StepSizes::StepSizes(const RankRules& rules, const ProblemSize& caller, const Pr
       converts(sent.quant != read.quant && !(sent.quant && read.takes_quantized && !rules.hooks)),
       // Messages to all send this rank's rows from where they are received.
       by_address(read.by_address && !rules.hooks && !converts &&
-                 (way == RowWay::kInPlace || (way == RowWay::kHostMessages && !to_all))) {
+                 (way == RowWay::kInPlace || (way == RowWay::kHostMessages && !to_all))),
+      beside(way == RowWay::kPeerMemory && read.from_sources && !converts &&
+             rules.beside_from > 0 && max_tokens >= rules.beside_from) {
   if (rules.receive_capacity > 0 && !fixed) capacity = std::min(capacity, rules.receive_capacity);
   // A rank's own rows lie there too, even where it has no experts.
   if (to_all) capacity = std::max(capacity, max_tokens);
@@ -261,6 +263,7 @@ void RankStep::finish_prepare(ForwardArgs& args) {
   const auto arrived = [&](const TensorView& all) { return all.slice(0, 0, rows_); };
   args.hidden_states = arrived(received_.values);
   args.row_addresses = received_at_;
+  args.row_sources = row_sources();
   args.output_memory = output_.data();
   if (rules_.hooks) tell_origins(args, arrived(received_.numbers), recv_counts_);
   if (received_.scales) args.hidden_scales = arrived(received_.scales);

@@ -55,6 +55,7 @@ struct StepSizes {
   std::int64_t capacity;   // rows that may arrive
   bool converts;           // rows travel in another form than experts read
   bool by_address;         // experts read rows where they lie: this rank's own are not copied
+  bool beside;             // experts bring rows from where they lie, and begin meanwhile
   std::int64_t max_rows;   // of this rank's experts at a time; 0: all that can come
 };
 
@@ -85,6 +86,8 @@ class RankStep : public TransportStep {
   /// Counts, and sends this rank's rows.
   virtual void send(const RowTensors& own, const ForwardArgs& args) = 0;
   virtual void receive(Stream) {}
+  /// Where received rows still lie: ForwardArgs::row_sources. Null: they have come.
+  virtual const RowSources* row_sources() const { return nullptr; }
   /// A row for each slot that names an expert of this rank, with weight 1: what the experts then
   /// leave are their rows themselves.
   virtual void expand_slots(ForwardArgs& args);

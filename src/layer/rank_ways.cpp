@@ -23,7 +23,7 @@ std::unique_ptr<RankStep> RankStep::make(const RankRules& rules, const StepSizes
   return nullptr;
 }
 
-std::string RankRules::rows_travel() const {
+std::string RankRules::rows_travel(const Preparation& read) const {
   const std::string_view plane = group->backend();
   const std::string then = sums.needed() ? "; sums: " + sums.travel() : "";
   switch (way) {
@@ -34,19 +34,23 @@ std::string RankRules::rows_travel() const {
     case RowWay::kDeviceMessages:
       return core::format("messages over {}: {}{}", plane, no_peer_memory, then);
     case RowWay::kPeerMemory: {
-      const std::string memory = peer_memory_of(*group);
-      if (!no_messages.empty()) return core::format("{}; {}", memory, no_messages);
-      if (peer_tokens == max_tokens_per_rank) return memory;
-      return core::format(
-          "{} up to {} tokens, then messages over {}, which are predicted to be "
-          "faster",
-          memory, peer_tokens, plane);
+      std::string text = peer_memory_of(*group);
+      if (peer_tokens < max_tokens_per_rank) {
+        text += core::format(
+            " up to {} tokens, then messages over {}, which are predicted to be faster",
+            peer_tokens, plane);
+      }
+      if (beside_from > 0 && read.from_sources) {
+        text += core::format("; beside the experts from {} tokens on", beside_from);
+      }
+      if (!no_messages.empty()) text += "; " + no_messages;
+      return text;
     }
   }
   return {};
 }
 
-/// The same on all ranks: they have agreed on what it depends on.
+/// The same on all ranks, but for beside_from: they have agreed on what it depends on.
 std::string RankRules::map_peers(MoeConfig config, const RankOptions& options) {
   const RowPath messages = allgather ? RowPath::kAllgather : RowPath::kAll2all;
   std::string why = without_peer_memory(config, options, messages);
@@ -67,6 +71,8 @@ std::string RankRules::map_peers(MoeConfig config, const RankOptions& options) {
   combine = choice.combine;
   if (per_slot()) combine_dtype = DType::kF32;
   peer_tokens = choice.peer_tokens;
+  beside_from = least_beside_experts(rank_costs(), config, options, placement);
+  if (beside_from > peer_tokens) beside_from = 0;
   no_messages = choice.no_messages;
   return {};
 }

@@ -1,6 +1,7 @@
 #include "layer/row_choice.h"
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "core/format.h"
@@ -53,6 +54,30 @@ PredictedRows predict_rows(const RankCosts& costs, const MoeConfig& config,
   rows.tokens_per_rank = tokens_per_rank;
   const SimulatedStep step = simulate(costs, rows, config.topk);
   return {path, combine, step.dispatch_us, step.combine_us};
+}
+
+double saved_beside_experts(const RankCosts& costs, const MoeConfig& config,
+                            const RankOptions& options, const ExpertPlacement& placement,
+                            std::int64_t tokens_per_rank) {
+  const double dispatch_us = predict_rows(costs, config, options, placement, RowPath::kPeerMemory,
+                                          kPerRank, tokens_per_rank)
+                                 .dispatch_us;
+  const auto rows = static_cast<double>(tokens_per_rank * config.topk);  // of a rank's experts
+  return dispatch_us - costs.peer_memory.dispatch.floor_us -
+         costs.beside_experts.us(rows * static_cast<double>(bytes(config.dtype, config.hidden)));
+}
+
+std::int64_t least_beside_experts(const RankCosts& costs, const MoeConfig& config,
+                                  const RankOptions& options, const ExpertPlacement& placement) {
+  if (config.combine == kPerSlot || options.max_tokens_per_rank == 0 ||
+      bytes(config.dtype, config.hidden) > RowSources::kMostRowBytes) {
+    return 0;
+  }
+  // With each token they save as much more.
+  const double floor_us = costs.beside_experts.floor_us;
+  const double each_us = saved_beside_experts(costs, config, options, placement, 1) + floor_us;
+  if (each_us * static_cast<double>(options.max_tokens_per_rank) < floor_us) return 0;
+  return std::max(std::int64_t{1}, static_cast<std::int64_t>(std::ceil(floor_us / each_us)));
 }
 
 RowChoice choose_rows(const RankCosts& costs, const MoeConfig& config, const RankOptions& options,

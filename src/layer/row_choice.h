@@ -26,6 +26,17 @@ PredictedRows predict_rows(const RankCosts& costs, const MoeConfig& config,
                            const RankOptions& options, const ExpertPlacement& placement,
                            RowPath path, CombineMode combine, std::int64_t tokens_per_rank);
 
+/// What such a forward through peer memory saves, with sums per rank, if the experts begin while
+/// rows still come: the link's time for these, less what the experts lose to the few
+/// multiprocessors that bring them. Negative: rows had better come first.
+double saved_beside_experts(const RankCosts& costs, const MoeConfig& config,
+                            const RankOptions& options, const ExpertPlacement& placement,
+                            std::int64_t tokens_per_rank);
+/// The fewest tokens with which that saves time; 0: none do. Ranks may differ in it: the others see
+/// no difference.
+std::int64_t least_beside_experts(const RankCosts& costs, const MoeConfig& config,
+                                  const RankOptions& options, const ExpertPlacement& placement);
+
 struct RowChoice {
   CombineMode combine = CombineMode::kPerRank;
   /// Forwards of so many tokens at most go through peer memory, those of more as messages.

@@ -115,7 +115,7 @@ std::string announcement(const Selection& selection, const ModularKernel& kernel
   for (const auto& [asked, name] : wishes) {
     if (asked) text += core::format(", {}", name);
   }
-  const std::string travel = kernel.prepare_finalize().rows_travel();
+  const std::string travel = kernel.rows_travel();
   if (!travel.empty()) text += core::format(", rows: {}", travel);
   // Across ranks the rows that arrive decide.
   for (const std::int64_t tokens : {1, 64, 1024}) {

@@ -273,6 +273,7 @@ std::string RankCosts::json() const {
   Json file;
   for (const auto& [path, costs] : kPaths) file[std::string(name(path))] = json_of(this->*costs);
   file["between_hosts"] = json_of(between_hosts);
+  file["beside_experts"] = json_of(beside_experts);
   file["experts"] = {{"gigabytes_per_second", 1e-3 * experts.bytes_per_us},
                      {"teraflops", 1e-6 * experts.flops_per_us},
                      {"source", experts.source}};
@@ -295,6 +296,8 @@ RankCosts RankCosts::parse(std::string_view json) {
   FUSEDMOE_CHECK(has_any, "costs", "without peer_memory, all2all and allgather_reducescatter",
                  "what bench --calibrate of this version writes");
   costs.between_hosts = all.of("between_hosts").link_cost();
+  const Part beside = all.of("beside_experts");
+  if (beside.json) costs.beside_experts = beside.link_cost();
   const Part experts = all.of("experts");
   costs.experts = {1e3 * experts.number("gigabytes_per_second"), 1e6 * experts.number("teraflops"),
                    experts.source()};
@@ -308,6 +311,7 @@ RankCosts default_rank_costs() {
           .all2all = {{17.8, 250e3, two}, {20.5, 242e3, two}, {20.5, 242e3, slots}},
           .allgather_reducescatter = {{18.2, 250e3, two}, {9.6, 233e3, two}, {9.6, 233e3, slots}},
           .between_hosts = {24, 42e3, "assumed: what explains DeepEP's table of H800"},
+          .beside_experts = {70, 2.2e6, "measured: two and four H200, FP8 with block scales"},
           .experts = {3.95e6, 924e6, "measured: one H200, FP8 with block scales"}};
 }
 

@@ -64,6 +64,12 @@ void check_prepared_rows(const Experts& experts, const ForwardArgs& args) {
                                           "place",
                                           descriptor.name()));
   }
+  if (args.row_sources && !(descriptor.reads_row_sources() && fused)) {
+    throw Error::unsupported(Reason::kOperation, "row_sources",
+                             core::format("row_sources are given to {}, which read rows from one "
+                                          "place",
+                                          descriptor.name()));
+  }
   DType dtype = config.dtype;
   std::int64_t columns = config.hidden;
   if (quantized) {

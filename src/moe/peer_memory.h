@@ -18,6 +18,7 @@
 #include "fusedmoe/tensor.h"
 #include "moe/peer_blocks.h"
 #include "moe/replica.h"
+#include "moe/row_sources.h"
 
 namespace fusedmoe {
 
@@ -49,8 +50,9 @@ struct PublishedRows {
 /// Where the rows that name an expert of this rank are put. Row t of rank r becomes row
 /// r * most_tokens + t; the others stay as they are.
 struct PulledRows {
-  std::span<const TensorView> tensors;  ///< (ranks * most_tokens, columns), as published
-  TensorView expert_map;                ///< (num_physical) i32; undefined: all are here
+  /// (ranks * most_tokens, columns), as published; none: the experts bring rows from sources().
+  std::span<const TensorView> tensors;
+  TensorView expert_map;  ///< (num_physical) i32; undefined: all are here
   std::int64_t num_local_experts = 0;
   /// Of every slot, where defined: its number, or -1 if its expert is another rank's, and a weight
   /// of 1; (ranks * most_tokens, topk) i32 and f32.
@@ -125,8 +127,12 @@ class PeerMemory {
   /// Shows the others this rank's tokens, of which there may be none, and tells them so. Throws
   /// Error where the step before has not come to sum(): both would lie at one place.
   virtual void publish(const PeerStep& step, const PublishedRows& rows, Stream stream) = 0;
-  /// Waits for the tokens of all ranks, and fetches those that have an expert here.
+  /// Waits for the tokens of all ranks, and fetches the rows that have an expert here.
   virtual void pull(const PeerStep& step, const PulledRows& rows, Stream stream) = 0;
+  /// The rows that the ranks publish in the step, from pull() to tell_results(). `row_bytes`: of
+  /// each tensor that travels.
+  virtual RowSources sources(const PeerStep& step,
+                             std::span<const std::int64_t> row_bytes) const = 0;
   /// How many slots the last pull() has counted. The host waits until the ids of all ranks are
   /// here, not for rows. None: the step has failed.
   virtual std::optional<std::int64_t> local_slots(Stream stream) = 0;

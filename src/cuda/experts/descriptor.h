@@ -19,6 +19,7 @@ class FamilyDescriptor final : public ExpertsDescriptor {
   /// The experts quantize rows themselves, most where they permute them.
   bool expects_unquantized_inputs(const QuantScheme&) const override { return true; }
   bool takes_quantized_inputs(const QuantScheme& scheme) const override;
+  bool reads_row_sources() const override { return family_.awaits_rows(); }
   std::string_view instruction_set() const override { return instruction_set_; }
   /// Packed blocks are the same for every family.
   std::string_view layout() const override { return "cuda"; }

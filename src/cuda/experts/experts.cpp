@@ -249,7 +249,7 @@ RoutingDataExtras CudaExperts::make_extras(const ForwardArgs& args, const Scratc
   RoutingDataExtras extras;
   extras.zeroed = scratch.counters;
   extras.num_zeroed = scratch.num_zeroed;
-  if (!rows_.needs_hidden_pass() && !rows_.are_coded(args)) {
+  if (!rows_.needs_hidden_pass() && !rows_.are_coded(args) && !args.row_sources) {
     extras.rows = rows_.hidden(args, scratch);
   }
   return extras;
@@ -316,8 +316,9 @@ void CudaExperts::run_gemms_apart(const ForwardArgs& args, const FusedMlpParams&
   step.gemms[0] = params.gemms[1];
   step.topk_weights = params.topk_weights;
   step.counters = params.counters + 1;  // the first has moved its own
-  // GEMM 1 waited for the counts before it let the pass start, and the pass has started before this
-  // launch does. So it reads the counts, and need not make them from the ids.
+  // GEMM 1, or the launch that brings its rows, waited for the counts before it let the next one
+  // start, and all have started before this launch does. So it reads the counts, and need not make
+  // them from the ids.
   step.order = LaunchOrder::kBesideRows;
   step.topk_ids = nullptr;
   fused_mlp(step, planner_.family(), format(), config.tile, args.stream);
@@ -331,16 +332,19 @@ void CudaExperts::run_standard(const ForwardArgs& args, const Scratch& scratch,
   const std::int64_t topk = args.topk_ids.size(1), hidden = args.fused_output.size(1);
   const std::int64_t num_local_experts = this->config().num_local_experts;
   const bool unfused = this->unfused();
-  if (ids_are_old ? rows_.needs_hidden_pass() || rows_.are_coded(args) : rows_.quantizes()) {
+  FusedMlpParams params = make_params(args, scratch, config);
+  params.order = LaunchOrder::kBehind;
+  if (args.row_sources) {
+    params.order = LaunchOrder::kBesideArrivals;
+    params.arrivals = rows_.gather_hidden(args, scratch, routing);
+  } else if (ids_are_old ? rows_.needs_hidden_pass() || rows_.are_coded(args) : rows_.quantizes()) {
     rows_.permute_hidden(args, scratch, routing);
   }
-  FusedMlpParams params = make_params(args, scratch, config);
   params.expert_num_tokens = routing.expert_num_tokens.as<const std::int32_t>();
   params.expert_offsets = routing.expert_offsets.as<const std::int32_t>();
   params.row_slots = routing.permuted_to_slot.as<const std::int32_t>();
-  params.order = LaunchOrder::kBehind;
   const std::int64_t slots = args.topk_ids.numel();
-  if (!unfused && ids_are_old && may_route_inline(slots, num_local_experts)) {
+  if (!unfused && !args.row_sources && ids_are_old && may_route_inline(slots, num_local_experts)) {
     params.order = LaunchOrder::kBesideRouting;
     params.topk_ids = args.topk_ids.as<const std::int32_t>();
     params.num_slots = static_cast<int>(slots);
@@ -380,7 +384,7 @@ void CudaExperts::run_routed(const ForwardArgs& args) const {
   const ProblemSize problem = core::experts_problem(*this, args);
   if (problem.num_tokens == 0) return;
   const KernelConfig config =
-      planner_.config_for(problem, args.kernel_config, rows_.are_coded(args));
+      planner_.config_for(problem, args.kernel_config, rows_.are_coded(args) || args.row_sources);
   const Scratch scratch = planner_.scratch_of(problem, config, args.workspace2);
   if (batched()) return run_batched(args, scratch, config);
   if (config.one_token) {

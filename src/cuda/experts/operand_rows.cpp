@@ -69,7 +69,25 @@ RowTransform OperandRows::hidden(const ForwardArgs& args, const Scratch& scratch
 
 void OperandRows::permute_hidden(const ForwardArgs& args, const Scratch& scratch,
                                  const RoutingData& routing) const {
-  if (are_coded(args)) return permute_coded(args, scratch, routing);
+  if (are_coded(args)) {
+    return permute_codes(permuted_codes(args, scratch, routing), *config_.scheme.activations,
+                         config_.hidden, args.stream);
+  }
+  permute_rows(permuted(args, scratch, routing), args.stream);
+}
+
+RowArrivals OperandRows::gather_hidden(const ForwardArgs& args, const Scratch& scratch,
+                                       const RoutingData& routing) const {
+  const GatheredRows from{*args.row_sources, routing, config_.num_local_experts, scratch.arrivals};
+  if (are_coded(args)) {
+    return gather_codes(permuted_codes(args, scratch, routing), *config_.scheme.activations,
+                        config_.hidden, from, args.stream);
+  }
+  return gather_rows(permuted(args, scratch, routing), from, args.stream);
+}
+
+PermuteRows OperandRows::permuted(const ForwardArgs& args, const Scratch& scratch,
+                                  const RoutingData& routing) const {
   PermuteRows permute;
   permute.rows = hidden(args, scratch);
   permute.slot_to_row = routing.slot_to_permuted.as<const std::int32_t>();
@@ -77,11 +95,11 @@ void OperandRows::permute_hidden(const ForwardArgs& args, const Scratch& scratch
   permute.topk = args.topk_ids.size(1);
   permute.topk_ids = args.topk_ids.as<const std::int32_t>();
   permute.local_experts = core::LocalExperts(args.expert_map, config_.num_local_experts);
-  permute_rows(permute, args.stream);
+  return permute;
 }
 
-void OperandRows::permute_coded(const ForwardArgs& args, const Scratch& scratch,
-                                const RoutingData& routing) const {
+CodedRows OperandRows::permuted_codes(const ForwardArgs& args, const Scratch& scratch,
+                                      const RoutingData& routing) const {
   const QuantKey& key = *config_.scheme.activations;
   CodedRows rows;
   // A static scale is in the factors of the weights.
@@ -100,7 +118,7 @@ void OperandRows::permute_coded(const ForwardArgs& args, const Scratch& scratch,
     rows.to = scratch.permuted;
     rows.to_pitch = bytes(format_.row_dtype, config_.hidden);
   }
-  permute_codes(rows, key, config_.hidden, args.stream);
+  return rows;
 }
 
 void OperandRows::transform_hidden(const ForwardArgs& args, const Scratch& scratch) const {

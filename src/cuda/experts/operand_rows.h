@@ -6,6 +6,7 @@
 #include "cuda/experts/row_format.h"
 #include "cuda/experts/scratch.h"
 #include "cuda/mlp/fused_mlp.h"
+#include "cuda/rows/gather_rows.h"
 #include "cuda/rows/permute.h"
 #include "fusedmoe/experts.h"
 
@@ -25,8 +26,12 @@ class OperandRows : public RowFormat {
   }
   /// Hidden states to the rows of GEMM 1.
   RowTransform hidden(const ForwardArgs& args, const Scratch& scratch) const;
+  /// In the order of the experts.
   void permute_hidden(const ForwardArgs& args, const Scratch& scratch,
                       const RoutingData& routing) const;
+  /// The same from ForwardArgs::row_sources; see gather_rows().
+  RowArrivals gather_hidden(const ForwardArgs& args, const Scratch& scratch,
+                            const RoutingData& routing) const;
   /// In the batched format.
   void transform_hidden(const ForwardArgs& args, const Scratch& scratch) const;
   /// What becomes of rows that GEMM 1 has activated.
@@ -49,8 +54,10 @@ class OperandRows : public RowFormat {
   void set_target(const QuantizedRows& to, std::optional<float> static_scale, std::uint32_t* amax,
                   RowTransform& rows) const;
   RowQuantizer quantizer_of(const PackedMatrices& reader) const;
-  void permute_coded(const ForwardArgs& args, const Scratch& scratch,
-                     const RoutingData& routing) const;
+  PermuteRows permuted(const ForwardArgs& args, const Scratch& scratch,
+                       const RoutingData& routing) const;
+  CodedRows permuted_codes(const ForwardArgs& args, const Scratch& scratch,
+                           const RoutingData& routing) const;
 };
 
 }  // namespace fusedmoe::cuda

@@ -84,9 +84,9 @@ MlpShape Planner::shape_of(const ProblemSize& problem) const {
   return shape;
 }
 
-KernelConfig Planner::config_for(const ProblemSize& problem, int requested, bool coded) const {
+KernelConfig Planner::config_for(const ProblemSize& problem, int requested, bool in_tiles) const {
   MlpShape shape = shape_of(problem);
-  if (coded) shape.has_one_token = false;
+  if (in_tiles) shape.has_one_token = false;
   const auto configs = family_.configs();
   if (requested >= 0 && requested < static_cast<int>(configs.size())) {
     const KernelConfig& config = configs[static_cast<std::size_t>(requested)];

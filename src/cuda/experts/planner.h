@@ -29,9 +29,9 @@ class Planner {
   /// Experts::workspace_sizes() and kernel_configs().
   WorkspaceSizes workspace_sizes(const ProblemSize& problem) const;
   std::vector<std::string> kernel_configs(const ProblemSize& problem) const;
-  /// What the caller requests, else what was tuned, else what the heuristic chooses. `coded`: the
-  /// rows come quantized, and the kernel of one token reads no codes.
-  KernelConfig config_for(const ProblemSize& problem, int requested, bool coded = false) const;
+  /// What the caller requests, else what was tuned, else what the heuristic chooses. `in_tiles`:
+  /// rows come quantized or from row_sources, which the kernel of one token does not read.
+  KernelConfig config_for(const ProblemSize& problem, int requested, bool in_tiles = false) const;
   Scratch scratch_of(const ProblemSize& problem, const KernelConfig& config, void* block) const {
     return Scratch(problem, rows_, variant_, config, block);
   }

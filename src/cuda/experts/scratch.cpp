@@ -48,9 +48,11 @@ Scratch::Scratch(const ProblemSize& problem, const RowFormat& format, Variant va
     group_counters = static_cast<int>(num_words);
     num_words += num_group_counters(config.tile, rows, experts, problem.intermediate);
   }
-  num_zeroed = num_words + 2;
+  const std::int64_t arrival_words = batched ? 0 : RowArrivals::words(rows);
+  num_zeroed = num_words + arrival_words + 2;
   counters = static_cast<std::int32_t*>(cutter.take(4 * static_cast<std::size_t>(num_zeroed)));
-  amax = reinterpret_cast<std::uint32_t*>(counters + num_words);
+  arrivals = counters + num_words;
+  amax = reinterpret_cast<std::uint32_t*>(arrivals + arrival_words);
   if (!batched) {
     const DType rows_dtype = config.rows_f32 ? DType::kF32 : problem.dtype;
     routing = cutter.take(routing_data_bytes(problem.num_tokens, problem.topk, experts));

@@ -32,14 +32,15 @@ struct Scratch {
   std::int64_t activated_pitch = 0;  // elements
   void* routing = nullptr;
   std::int32_t* counters = nullptr;
-  int group_counters = 0;         // RowPass::group_counters
-  std::uint32_t* amax = nullptr;  // (2) behind the counters, cleared with them
-  void* permuted = nullptr;       // (rows, hidden): hidden states in expert order; or null
-  QuantizedRows hidden;           // the same as codes
-  void* gate_up = nullptr;        // unfused: GEMM 1's rows
-  void* activated = nullptr;      // (rows, activated_pitch); or null: GEMM 1 stores codes
-  QuantizedRows quantized;        // activated rows as codes, or where they take a pass
-  void* rows_out = nullptr;       // (splits, rows, hidden): GEMM 2's rows, for the combine
+  int group_counters = 0;            // RowPass::group_counters
+  std::int32_t* arrivals = nullptr;  // RowArrivals::counts, behind the counters
+  std::uint32_t* amax = nullptr;     // (2) behind these, cleared with them
+  void* permuted = nullptr;          // (rows, hidden): hidden states in expert order; or null
+  QuantizedRows hidden;              // the same as codes
+  void* gate_up = nullptr;           // unfused: GEMM 1's rows
+  void* activated = nullptr;         // (rows, activated_pitch); or null: GEMM 1 stores codes
+  QuantizedRows quantized;           // activated rows as codes, or where they take a pass
+  void* rows_out = nullptr;          // (splits, rows, hidden): GEMM 2's rows, for the combine
   std::size_t bytes = 0;
 
   Scratch(const ProblemSize& problem, const RowFormat& format, Variant variant,

@@ -9,6 +9,7 @@
 
 #include "cuda/formats/packed_block.h"
 #include "cuda/mlp/tile_shape.h"
+#include "cuda/rows/row_arrivals.h"
 #include "cuda/rows/row_transform.h"
 #include "fusedmoe/weights.h"
 #include "moe/local_experts.h"
@@ -81,6 +82,9 @@ struct RowPass {
 enum class LaunchOrder : std::uint8_t {
   kApart,   ///< behind all that was enqueued before: copies, a caller's own work
   kBehind,  ///< behind the launch before. It and all others below let the next one begin at once
+  /// While the launch before still brings the rows of GEMM 1: FusedMlpParams::arrivals tells which
+  /// are here. All else was complete before it let this one begin. For KernelFamily::awaits_rows().
+  kBesideArrivals,
   /// While the launch before still makes the activations, which it waits for before it reads them.
   /// The counts of rows, and the counters, were complete before.
   kBesideRows,
@@ -107,7 +111,8 @@ struct FusedMlpParams {
   int num_slots = 0;
   core::LocalExperts local_experts;
   LaunchOrder order = LaunchOrder::kApart;
-  int stages = 0;  ///< of the ring, where the launch chooses them (sm80)
+  RowArrivals arrivals;  ///< with LaunchOrder::kBesideArrivals
+  int stages = 0;        ///< of the ring, where the launch chooses them (sm80)
   /// num_counters(...) words, then num_group_counters(...) where tiles share groups of features;
   /// zero when the kernel begins.
   std::int32_t* counters = nullptr;

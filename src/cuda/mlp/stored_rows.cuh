@@ -1,7 +1,8 @@
 // What thread blocks tell each other of stored rows: counters that say how much of a token tile
-// GEMM 1, or the row pass, has stored.
+// GEMM 1, or the row pass, has stored, and how many rows of GEMM 1 the launch before has brought.
 #pragma once
 
+#include "cuda/device/bulk_rows.cuh"
 #include "cuda/mlp/work_tile.cuh"
 
 namespace fusedmoe::cuda {
@@ -23,15 +24,45 @@ __device__ inline void count_stored(const FusedMlpParams& p, int token_tile, int
                : "memory");
 }
 
-/// The counter of a token tile: what it counts is stored, and the calling thread sees it.
-__device__ inline int count_of_stored(const FusedMlpParams& p, const WorkTile& tile) {
+/// What a counter counts is stored, and the calling thread sees it.
+__device__ inline int read_count(const std::int32_t* counter) {
   int stored = 0;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
-               : "=r"(stored)
-               : "l"(p.counters + 1 + tile.token_tile)
-               : "memory");
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(stored) : "l"(counter) : "memory");
   return stored;
 }
+/// The counter of a token tile.
+__device__ inline int count_of_stored(const FusedMlpParams& p, const WorkTile& tile) {
+  return read_count(p.counters + 1 + tile.token_tile);
+}
+
+/// How a thread waits for the rows of GEMM 1, with LaunchOrder::kBesideArrivals.
+class ArrivingRows {
+ public:
+  __device__ explicit ArrivingRows(const FusedMlpParams& p)
+      : all_here_(p.order != LaunchOrder::kBesideArrivals) {}
+
+  /// Returns when those of a tile are here: the calling thread, and its tensor copies, see them.
+  __device__ void wait(const FusedMlpParams& p, const WorkTile& tile) {
+    if (all_here_) return;
+    while (!are_here(p, tile)) __nanosleep(20);
+    fence_bulk();
+  }
+
+ private:
+  __device__ bool are_here(const FusedMlpParams& p, const WorkTile& tile) {
+    constexpr int kRows = RowArrivals::kRows;
+    const RowArrivals& arrivals = p.arrivals;
+    all_here_ = read_count(arrivals.counts) == arrivals.warps;
+    if (all_here_) return true;
+    const int end = tile.first_row + tile.num_tokens;
+    for (int part = tile.first_row / kRows; part * kRows < end; ++part) {
+      if (read_count(arrivals.counts + 1 + part) < kRows) return false;
+    }
+    return true;
+  }
+
+  bool all_here_;
+};
 
 /// The count of its token tile from which on the rows that a tile reads are there: those that GEMM
 /// 1 stores for one of the row pass, those that the pass stores for one of GEMM 2.

@@ -37,7 +37,11 @@ __device__ __forceinline__ bool is_row_pass(const WorkTile& tile) {
   return K::kHasRowPass && tile.gemm == kRowPass;
 }
 
-/// Whether this launch begins its work before the previous one has ended.
+/// Whether this launch waits for the previous one before it does anything.
+__device__ inline bool starts_behind(const FusedMlpParams& p) {
+  return p.order <= LaunchOrder::kBehind;
+}
+/// Whether it waits only before it reads what the previous one wrote, or writes anything.
 __device__ inline bool starts_early(const FusedMlpParams& p) {
   return p.order >= LaunchOrder::kBesideRows;
 }

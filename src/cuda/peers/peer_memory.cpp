@@ -161,6 +161,20 @@ class CudaPeerMemory final : public PeerMemory {
     if (rows.counts_slots) count = {&shared_->slots, ++counts_};
     pull_rows(context_, step, rows, count, follows_own(stream), stream);
   }
+  RowSources sources(const PeerStep& step, std::span<const std::int64_t> row_bytes) const override {
+    static_assert(RowSources::kMost >= kMostPeers);
+    RowSources result;
+    result.value_bytes = row_bytes[0];
+    if (row_bytes.size() > 1) result.scale_bytes = row_bytes[1];
+    for (int rank = 0; rank < group_.size; ++rank) {
+      const std::byte* const arena = arenas_->begin(rank);
+      result.values[rank] = arena + step.rows[0];
+      result.scales[rank] = arena + step.rows[1];
+    }
+    result.rows_each = step.most_tokens;
+    result.failed = &context_.peers.own().dead;
+    return result;
+  }
   std::optional<std::int64_t> local_slots(Stream stream) override {
     const core::CurrentDevice current(group_.device);
     constexpr int kLooks = 1024;  // between those at the stream

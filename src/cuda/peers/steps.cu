@@ -242,7 +242,7 @@ __device__ void fetch_rows(const PullParams& p) {
 __global__ void __launch_bounds__(kMostThreads) pull_kernel(const __grid_constant__ PullParams p) {
   if (await_all(p.step, Round::kDispatch)) {
     if (p.count.word) count_slots(p);
-    fetch_rows(p);
+    if (p.rows.count > 0) fetch_rows(p);  // else the experts bring them
   }
   wait_for_previous_launch();
   if (blockIdx.x == 0 && threadIdx.x == 0) begin_return<DeviceWords>(p.step.context.peers);
@@ -314,8 +314,13 @@ void pull_rows(const PeerContext& context, const PeerStep& step, const PulledRow
   p.ones = rows.ones.as<float>();
   p.count = count;
   p.reads_ahead = !p.slot_rows && reads_ahead(step, context.peers.size);
-  launch_teams<RowTeam>(pull_kernel, context.peers.size * step.most_tokens, stream,
-                        overlap_previous, p);
+  constexpr std::int64_t kCountedSlots = 4096;  // of a block that fetches no rows
+  const std::int64_t rows_of_all = context.peers.size * step.most_tokens;
+  std::int64_t pieces = rows_of_all;
+  if (p.rows.count == 0) {
+    pieces = count.word ? core::ceil_div(rows_of_all * step.topk, kCountedSlots) : 1;
+  }
+  launch_teams<RowTeam>(pull_kernel, pieces, stream, overlap_previous, p);
 }
 
 void tell_results(const PeerContext& context, const PeerStep& step, Stream stream) {

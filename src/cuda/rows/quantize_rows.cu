@@ -5,6 +5,7 @@
 #include "core/check.h"
 #include "cuda/device/launch.h"
 #include "cuda/rows/element.cuh"
+#include "cuda/rows/gather_rows.cuh"
 #include "cuda/rows/row_transform.cuh"
 
 namespace fusedmoe::cuda {
@@ -252,19 +253,20 @@ struct PermuteParams {
   std::int64_t scale_pitch;
 };
 
-/// A block for each token. `Storage` is that of decoded values, or a byte where codes stay.
+/// Row `index` of `from` to the rows of the token's slots, by so many threads. `Storage` is that of
+/// decoded values, or a byte where codes stay.
 template <typename Storage>
-__global__ void __launch_bounds__(kThreads) permute_codes_kernel(const PermuteParams p) {
+__device__ __forceinline__ void codes_to_slots(const PermuteParams& p, const DequantizeParams& from,
+                                               std::int64_t index, std::int64_t token, int thread,
+                                               int threads) {
   constexpr bool kDecodes = sizeof(Storage) > 1;
-  const std::int64_t token = blockIdx.x;
-  order_after_previous();
   const std::int32_t* rows = p.slot_to_row + token * p.topk;
-  for (std::int64_t column = threadIdx.x * kColumns; column < p.from.columns;
-       column += kThreads * kColumns) {
-    const std::uint64_t codes = codes_of(p.from, token, column);
-    const float scale = p.from.scales ? scale_of(p.from, token, column) : 1.0F;
+  for (std::int64_t column = thread * kColumns; column < from.columns;
+       column += threads * kColumns) {
+    const std::uint64_t codes = codes_of(from, index, column);
+    const float scale = from.scales ? scale_of(from, index, column) : 1.0F;
     if constexpr (kDecodes) {
-      const Decoded<Storage> values(p.from.format, codes, scale);
+      const Decoded<Storage> values(from.format, codes, scale);
       for (int j = 0; j < p.topk; ++j) {
         if (rows[j] < 0) continue;
         values.store(reinterpret_cast<Storage*>(p.to + rows[j] * p.to_pitch) + column);
@@ -273,13 +275,13 @@ __global__ void __launch_bounds__(kThreads) permute_codes_kernel(const PermutePa
       const std::int64_t unit = column / kColumns;
       const bool of_groups = p.scale_pitch > 0;
       const bool has_scale =
-          p.to_scales && unit % (of_groups ? p.from.format.group_lanes : p.from.columns) == 0;
-      const std::int64_t group = of_groups ? unit / p.from.format.group_lanes : 0;
+          p.to_scales && unit % (of_groups ? from.format.group_lanes : from.columns) == 0;
+      const std::int64_t group = of_groups ? unit / from.format.group_lanes : 0;
       for (int j = 0; j < p.topk; ++j) {
         if (rows[j] < 0) continue;
         char* to = p.to + rows[j] * p.to_pitch;
         if (p.fp8_as_f16) {
-          write_fp8_as_f16(to, static_cast<int>(unit), static_cast<int>(p.from.columns / kColumns),
+          write_fp8_as_f16(to, static_cast<int>(unit), static_cast<int>(from.columns / kColumns),
                            reinterpret_cast<const uint2&>(codes));
         } else {
           *reinterpret_cast<std::uint64_t*>(to + column) = codes;
@@ -289,6 +291,40 @@ __global__ void __launch_bounds__(kThreads) permute_codes_kernel(const PermutePa
     }
   }
 }
+
+/// A block for each token.
+template <typename Storage>
+__global__ void __launch_bounds__(kThreads) permute_codes_kernel(const PermuteParams p) {
+  order_after_previous();
+  codes_to_slots<Storage>(p, p.from, blockIdx.x, blockIdx.x, static_cast<int>(threadIdx.x),
+                          kThreads);
+}
+
+/// For gather_rows_kernel().
+template <typename Storage>
+struct CodesToSlots {
+  PermuteParams p;
+
+  __device__ int operator()(char* values, char* scales, std::int64_t token) const {
+    DequantizeParams from = p.from;
+    from.codes = reinterpret_cast<const std::uint8_t*>(values);
+    if (from.scales) from.scales = scales;
+    if (sizeof(Storage) > 1 || from.columns % 16 != 0) {
+      codes_to_slots<Storage>(p, from, 0, token, static_cast<int>(threadIdx.x % 32), 32);
+      return 0;
+    }
+    if (p.to_scales) {
+      const int columns =
+          p.scale_pitch > 0 ? kColumns * from.format.group_lanes : static_cast<int>(from.columns);
+      const auto scale = [&](int g) {
+        return from.scales ? scale_of(from, 0, std::int64_t{g} * columns) : 1.0F;
+      };
+      scales_to_slots(scale, (static_cast<int>(from.columns) + columns - 1) / columns, p.to_scales,
+                      p.scale_pitch, p.slot_to_row + token * p.topk, p.topk);
+    }
+    return static_cast<int>(from.columns);
+  }
+};
 
 DequantizeParams params_of(const core::QuantizedViews& in, const QuantKey& key,
                            std::int64_t columns) {
@@ -304,6 +340,24 @@ DequantizeParams params_of(const core::QuantizedViews& in, const QuantKey& key,
                  "rows " + core::to_string(params.row_bytes) + " bytes apart",
                  "rows of codes a multiple of " + core::to_string(read) + " bytes apart");
   return params;
+}
+
+PermuteParams permute_params(const CodedRows& rows, const QuantKey& key, std::int64_t columns) {
+  return {params_of(rows.from, key, columns),
+          rows.slot_to_row,
+          static_cast<int>(rows.topk),
+          rows.fp8_as_f16,
+          static_cast<char*>(rows.to),
+          rows.to_pitch,
+          rows.to_scales,
+          rows.scale_pitch};
+}
+/// function(Storage{}) of codes_to_slots().
+template <typename Function>
+void with_storage(DType to, const Function& function) {
+  if (to == DType::kE4M3) return function(std::uint8_t{});
+  if (to == DType::kF16) return function(__half{});
+  function(__nv_bfloat16{});
 }
 
 }  // namespace
@@ -359,20 +413,22 @@ void permute_codes(const CodedRows& rows, const QuantKey& key, std::int64_t colu
                    Stream stream) {
   const std::int64_t num_tokens = rows.from.values.size(0);
   if (num_tokens == 0) return;
-  const PermuteParams params{params_of(rows.from, key, columns),
-                             rows.slot_to_row,
-                             static_cast<int>(rows.topk),
-                             rows.fp8_as_f16,
-                             static_cast<char*>(rows.to),
-                             rows.to_pitch,
-                             rows.to_scales,
-                             rows.scale_pitch};
-  const auto run = [&](auto kernel) {
-    launch(kernel, dim3(static_cast<unsigned>(num_tokens)), kThreads, 0, stream, true, params);
-  };
-  if (rows.to_dtype == DType::kE4M3) return run(permute_codes_kernel<std::uint8_t>);
-  if (rows.to_dtype == DType::kF16) return run(permute_codes_kernel<__half>);
-  run(permute_codes_kernel<__nv_bfloat16>);
+  const PermuteParams params = permute_params(rows, key, columns);
+  with_storage(rows.to_dtype, [&](auto storage) {
+    launch(permute_codes_kernel<decltype(storage)>, dim3(static_cast<unsigned>(num_tokens)),
+           kThreads, 0, stream, true, params);
+  });
+}
+
+RowArrivals gather_codes(const CodedRows& rows, const QuantKey& key, std::int64_t columns,
+                         const GatheredRows& from, const Stream& stream) {
+  const PermuteParams params = permute_params(rows, key, columns);
+  RowArrivals arrivals;
+  with_storage(rows.to_dtype, [&](auto storage) {
+    arrivals = launch_gather(CodesToSlots<decltype(storage)>{params}, from, rows.topk, rows.to,
+                             rows.to_pitch, 0, stream);
+  });
+  return arrivals;
 }
 
 }  // namespace fusedmoe::cuda

@@ -26,6 +26,7 @@ class MmaSyncFamily : public KernelFamily {
     return kernels(format).has_row_pass(tile);
   }
   bool fp8_as_f16() const override { return fp8_ == Fp8::kAsF16; }
+  bool awaits_rows() const override { return false; }
   KernelConfig choose(const MlpShape& shape) const override {
     return sm80::choose_tiles(shape, kernels(*shape.format));
   }

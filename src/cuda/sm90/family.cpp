@@ -25,6 +25,7 @@ class Sm90Family final : public KernelFamily {
     return sm90::kernel_set(format).has_row_pass(tile);
   }
   bool fp8_as_f16() const override { return false; }
+  bool awaits_rows() const override { return true; }
   KernelConfig choose(const MlpShape& shape) const override { return sm90::choose_tiles(shape); }
   std::span<const FormatLaunches> launches() const override { return sm90_launches(); }
 };

@@ -13,9 +13,10 @@
 // Who stores tiles may also quantize rows between the GEMMs (row_pass.cuh, join_group.cuh).
 //
 // Weights never wait for activations: those of GEMM 2 are under way while the last tiles of GEMM 1
-// are still computed. Only GEMM 2's activation loads wait for the GEMM 1 tiles that produce them.
-// Tile indexes are drawn in order, so a thread block that waits always waits for blocks that run:
-// no order of launches can lock up.
+// are still computed. Only activation loads wait: GEMM 2's for the GEMM 1 tiles that produce them,
+// GEMM 1's for rows that still come from other GPUs.
+// Tile indexes are drawn in order, and rows come by blocks that run before this launch may begin.
+// So a thread block that waits always waits for blocks that run: no order of launches can lock up.
 //
 // The blocks of a cluster take neighbouring row tiles of the same tokens: each loads a part of the
 // token rows for all. Its first block draws the tile index, and tells the others.
@@ -78,7 +79,8 @@ __device__ inline void schedule_and_load_weights(SharedMemory<K>& shared, const 
     arrive(&shared.tile_full[slot.index]);
     slot.advance();
     if (tile.gemm < 0) {
-      wait_for_previous(p);  // a block without tiles, too: this launch must not end before that one
+      // A block without tiles, too: this launch must not end before that one.
+      wait_for_previous_launch();
       return;
     }
     if (!waits_for_counters) drawn = draw();  // its latency hides behind the stream
@@ -97,6 +99,7 @@ __device__ inline void load_activations(SharedMemory<K>& shared, const FusedMlpP
                                         const ActivationMaps& maps, int rank) {
   StageState<K> stage;
   TileState<K> slot;
+  ArrivingRows arriving(p);
   while (true) {
     wait(&shared.tile_full[slot.index], slot.phase);
     const WorkTile tile = shared.tiles[slot.index];
@@ -109,7 +112,9 @@ __device__ inline void load_activations(SharedMemory<K>& shared, const FusedMlpP
     if (tile.gemm == 1) {
       wait_for_rows<K>(p, tile);
       // They were stored by ordinary writes, and tensor copies read them.
-      asm volatile("fence.proxy.async.global;" ::: "memory");
+      fence_bulk();
+    } else {
+      arriving.wait(p, tile);
     }
     copy_activations(shared, p, maps.boxes[tile.gemm], tile, rank, stage);
   }
@@ -119,6 +124,7 @@ template <typename K>
 __device__ inline void load_scales(SharedMemory<K>& shared, const FusedMlpParams& p) {
   StageState<K> stage;
   TileState<K> slot;
+  ArrivingRows arriving(p);
   wait_for_previous(p);
   while (true) {
     wait(&shared.tile_full[slot.index], slot.phase);
@@ -127,7 +133,9 @@ __device__ inline void load_scales(SharedMemory<K>& shared, const FusedMlpParams
     if (threadIdx.x % 32 == 0) arrive(&shared.tile_free[slot.index]);
     slot.advance();
     if (tile.gemm < 0) return;
-    if (!K::kTokensAreRows && tile.gemm == 1) wait_for_rows<K>(p, tile);
+    if constexpr (!K::kTokensAreRows) {
+      tile.gemm == 1 ? wait_for_rows<K>(p, tile) : arriving.wait(p, tile);
+    }
     copy_scales(shared, p.gemms[tile.gemm], tile, stage);
   }
 }
@@ -250,7 +258,7 @@ __global__ __launch_bounds__(K::kThreads,
   }
   // The first launch of a forward was made without PDL, so what came before it has completed. What
   // it writes itself must be waited for here, or later by those who read it.
-  if (!starts_early(params)) wait_for_previous_launch();
+  if (starts_behind(params)) wait_for_previous_launch();
   if (params.order != LaunchOrder::kFirstBesideRouting) let_next_launch_begin();
   count_tiles(shared, params, expert);
   if constexpr (K::kCluster > 1) cute::cluster_sync();
