@@ -24,7 +24,7 @@ bench_seconds=60  # each number of GPUs and transport
 tests=(cuda_rank_rows_test cuda_ranks_test cuda_rank_deployments_test cuda_rank_hooks_test
   cuda_rank_failures_test cuda_peer_memory_test cuda_peer_set_up_test cuda_peer_sums_test
   cuda_peer_failures_test cuda_peer_processes_test cuda_peer_lanes_test cuda_peer_random_test
-  cuda_moves_test cuda_moves_graphs_test cuda_moves_forwards_test)
+  cuda_peer_fetch_test cuda_moves_test cuda_moves_graphs_test cuda_moves_forwards_test)
 
 . scripts/check-steps.sh
 parse_options "steps build output commit model seconds" "build tests bench" "$@"
@@ -74,6 +74,8 @@ if wants tests; then
     step "$test" within "$test_seconds" "$build/tests/$test" --gtest_brief=1
   done
   for test in cuda_peer_memory_test cuda_peer_lanes_test cuda_peer_random_test; do
+    FUSEDMOE_TEST_BESIDE=1 step "$test, rows beside the experts" \
+      within "$test_seconds" "$build/tests/$test" --gtest_brief=1
     FUSEDMOE_TEST_EXPERTS=sm80 step "$test, sm80" \
       within "$test_seconds" "$build/tests/$test" --gtest_brief=1
   done

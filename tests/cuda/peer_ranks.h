@@ -3,6 +3,11 @@
 // been enqueued, and one GPU is enough.
 #pragma once
 
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <string>
@@ -10,6 +15,7 @@
 
 #include "../unit/layer_problem.h"
 #include "fusedmoe/selection.h"
+#include "fusedmoe/simulation.h"
 #include "gpu_ranks.h"
 #include "testing/compare.h"
 
@@ -39,14 +45,31 @@ struct PeerBuffers {
   }
 };
 
+/// In all layers of this process, of which none may have been made. `floor_us`: what it costs,
+/// where a byte takes the link a microsecond.
+inline void bring_rows_beside_experts(double floor_us) {
+  RankCosts costs = default_rank_costs();
+  costs.peer_memory.dispatch.bytes_per_us = 1;
+  costs.beside_experts = {floor_us, 1e6, ""};
+  const auto path = std::filesystem::temp_directory_path() /
+                    ("fusedmoe-rank-costs-" + std::to_string(::getpid()) + ".json");
+  std::ofstream(path) << costs.json();
+  setenv("FUSEDMOE_RANK_COSTS", path.c_str(), 1);
+  rank_costs();  // reads it, once
+  unsetenv("FUSEDMOE_RANK_COSTS");
+  std::filesystem::remove(path);
+}
+
 class PeerRanks {
  public:
   using Weights = std::function<LayerWeights(int rank)>;
   using Options = std::function<void(int rank, LayerOptions& options)>;
 
-  /// On so many GPUs, in turns. Only experts that move are messages.
+  /// On so many GPUs, in turns. Only experts that move are messages. With the variable
+  /// FUSEDMOE_TEST_BESIDE rows come beside the experts wherever they can.
   explicit PeerRanks(int size, int gpus = 1, std::chrono::milliseconds timeout = kPatient)
       : communicators(static_cast<std::size_t>(size)) {
+    if (std::getenv("FUSEDMOE_TEST_BESIDE")) bring_rows_beside_experts(1);
     const auto control = make_thread_control_plane();
     const auto planes = make_thread_data_planes(size, Device{DeviceKind::kCuda, 0});
     run_ranks(size, [&](int rank) {
@@ -83,6 +106,11 @@ class PeerRanks {
 
 inline std::string rows_travel(const MoeLayer& layer) {
   return Plan::parse(layer.plan_json()).rows_travel;
+}
+/// All of them, before the experts or beside.
+inline bool rows_travel_by_peers(const MoeLayer& layer) {
+  const std::string text = rows_travel(layer);
+  return text == "peer memory" || text.starts_with("peer memory; beside the experts from ");
 }
 
 /// One step of all ranks, enqueued. `routed`: with the ids and weights of the buffers.

@@ -30,6 +30,7 @@ RankCosts costs() {
           .all2all = rows,
           .allgather_reducescatter = rows,
           .between_hosts = {24, 42e3, "c"},
+          .beside_experts = {70, 2e6, "f"},
           .experts = {4e6, 900e6, "d"}};
 }
 
@@ -210,6 +211,10 @@ TEST(SimulationTest, CostsAreReadAsTheyWereWritten) {
   EXPECT_EQ(read.json(), costs().json());
   EXPECT_EQ(read.between_hosts.source, "c");
   EXPECT_DOUBLE_EQ(read.experts.flops_per_us, 900e6);
+  std::string older = costs().json();
+  older.replace(older.find("beside_experts"), 6, "before");
+  EXPECT_EQ(RankCosts::parse(older).beside_experts.source,
+            default_rank_costs().beside_experts.source);
   for (const char* wrong :
        {"", "[]", "{}", R"({"dispatch": 1})", R"({"all2all": {"dispatch": {"floor_us": "1"}}})"}) {
     EXPECT_THROW(RankCosts::parse(wrong), Error) << wrong;
