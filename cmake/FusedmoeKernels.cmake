@@ -4,13 +4,13 @@
 # one for each policy. A line below is a policy: its header, its type, how many tile shapes it has of
 # sm90, of sm80 and of sm89, and how many kernels of one token.
 set(operands
-  as_is.cuh       Bf16Operands             7 5 0 1
-  as_is.cuh       F16Operands              7 5 0 1
-  as_is.cuh       Fp8Operands              5 4 4 1
-  as_is.cuh       Fp8RowOperands           6 4 4 1
-  fp8_f16.cuh     Fp8F16Operands           4 4 4 1
-  int8_rows.cuh   Int8RowOperands          0 5 0 0
-  int8_rows.cuh   Int8RowF16Operands       0 5 0 0
+  as_is.cuh       Bf16Operands             7 6 0 1
+  as_is.cuh       F16Operands              7 6 0 1
+  as_is.cuh       Fp8Operands              5 5 4 1
+  as_is.cuh       Fp8RowOperands           6 5 4 1
+  fp8_f16.cuh     Fp8F16Operands           4 5 4 1
+  int8_rows.cuh   Int8RowOperands          0 6 0 0
+  int8_rows.cuh   Int8RowF16Operands       0 6 0 0
   w4a8.cuh        W4a8Operands             5 4 4 1
   mxfp4_fp8.cuh   Mxfp4Fp8Operands         5 4 4 1
   fp4.cuh         Mxfp4Bf16Operands        7 4 0 1

@@ -4,6 +4,8 @@
 #include <map>
 #include <string>
 
+#include "cuda/formats/weight_formats.h"
+#include "cuda/mlp/kernel_choice.h"
 #include "cuda/sm80/family.h"
 #include "cuda/sm80/kernel_set.h"
 
@@ -44,6 +46,28 @@ TEST(Sm80TilesTest, ALaunchTakesFewerStagesWhereTwoBlocksThenFitAMultiprocessor)
   EXPECT_EQ(stages["bf16 128x128k1s2r2"], 2);
   EXPECT_EQ(stages["native fp8 128x32k1s3r2"], 2);
   EXPECT_EQ(stages["native w4a8 128x64k1s4r2"], 2);
+}
+
+TEST(Sm80TilesTest, EightWarpsForManyTokensWhereAMultiprocessorHasRoomForOneBlock) {
+  for (const WeightFormat* format : {&formats::kBf16, &formats::kInt8Rows, &formats::kFp8}) {
+    SCOPED_TRACE(format->name);
+    MlpShape shape;
+    shape.family = &sm80_family();
+    shape.format = format;
+    shape.topk = 8;
+    shape.num_local_experts = 128;
+    shape.hidden = 2048;
+    shape.intermediate = 768;
+    const auto warps = [&](std::int64_t tokens, std::int64_t shared_bytes) {
+      shape.num_tokens = tokens;
+      shape.multiprocessor_shared_bytes = shared_bytes;
+      return 4 * sm80_family().choose(shape).tile.warpgroups();
+    };
+    EXPECT_EQ(warps(8192, 100 << 10), 8);
+    EXPECT_EQ(warps(8192, 164 << 10), 4);
+    EXPECT_EQ(warps(8192, 228 << 10), 4);
+    EXPECT_EQ(warps(128, 100 << 10), 4);
+  }
 }
 
 }  // namespace fusedmoe::cuda::sm80_tiles_test

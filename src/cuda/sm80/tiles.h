@@ -11,12 +11,14 @@
 
 namespace fusedmoe::cuda::sm80 {
 
-// A warp has 16 rows of each of two row blocks, so that it reads token rows once for both.
+// A warp has 16 rows of each of two row blocks, so that it reads token rows once for both. Last
+// comes a tile of two row groups for GPUs with little shared memory: each warp has 16 rows of one
+// block, and a multiprocessor that has room for one thread block has eight warps.
 
 /// Of weights that are multiplied as they are, with 16 bits or INT8, from few tokens to many.
 inline constexpr TileShape kTilesAsIs[] = {
     {16, 1, 2, 1, 1, false, 3}, {16, 1, 1, 2, 1, false, 4},  {32, 1, 1, 2, 1, false, 3},
-    {64, 1, 1, 2, 1, false, 3}, {128, 1, 1, 2, 1, false, 2},
+    {64, 1, 1, 2, 1, false, 3}, {128, 1, 1, 2, 1, false, 2}, {128, 2, 1, 1, 1, false, 2},
 };
 
 /// Of packed blocks of 4 KB for 128 bytes of a token row: 8-bit weights that are decoded to 16
@@ -31,10 +33,8 @@ inline constexpr TileShape kTiles8Bit[] = {
 /// Of FP8 weights and of such that are decoded to FP8, where FP8 is multiplied as f16: token rows
 /// are in f16, 256 bytes of a K block.
 inline constexpr TileShape kTilesFp8[] = {
-    {16, 1, 2, 1, 1, false, 2},
-    {16, 1, 1, 2, 1, false, 3},
-    {32, 1, 1, 2, 1, false, 3},
-    {64, 1, 1, 2, 1, false, 2},
+    {16, 1, 2, 1, 1, false, 2}, {16, 1, 1, 2, 1, false, 3}, {32, 1, 1, 2, 1, false, 3},
+    {64, 1, 1, 2, 1, false, 2}, {64, 2, 1, 1, 1, false, 2},
 };
 inline constexpr TileShape kTilesDecodedFp8[] = {
     {16, 1, 2, 1, 1, false, 3},
