@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cmath>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -149,7 +150,7 @@ class RowTimes {
       rows_.push_back(
           layer::predict_rows(rank_costs(), config, ranks, placement, path, combine, tokens_));
     };
-    if (selection.experts->reads_row_sources()) {
+    if (selection.experts->reads_row_sources() && layer::may_come_beside_experts(config)) {
       saved_us_ = layer::saved_beside_experts(rank_costs(), config, ranks, placement, tokens_);
       beside_ = layer::least_beside_experts(rank_costs(), config, ranks, placement) > 0;
     }
@@ -167,8 +168,9 @@ class RowTimes {
                  each.combine_us);
     }
     if (saved_us_) {
-      fmt::print("peer_memory, per_rank: rows come {} the experts (beside them: {:+.1f} us)\n",
-                 beside_ ? "beside" : "before", -*saved_us_);
+      fmt::print("peer_memory, per_rank: rows come {} the experts (beside them {:.1f} us {})\n",
+                 beside_ ? "beside" : "before", std::abs(*saved_us_),
+                 *saved_us_ < 0 ? "more" : "less");
     }
     const std::string& peers = rank_costs().peer_memory.dispatch.source;
     const std::string& messages = rank_costs().of(rows_.back().path).dispatch.source;
@@ -183,7 +185,10 @@ class RowTimes {
                       {"combine_us", each.combine_us},
                       {"chosen", is_chosen(each)}});
     }
-    if (saved_us_) list[0]["saved_beside_experts_us"] = *saved_us_;
+    if (saved_us_) {
+      list[0]["beside_experts"] = beside_;
+      list[0]["saved_beside_experts_us"] = *saved_us_;
+    }
     return list;
   }
 

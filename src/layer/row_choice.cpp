@@ -67,16 +67,19 @@ double saved_beside_experts(const RankCosts& costs, const MoeConfig& config,
          costs.beside_experts.us(rows * static_cast<double>(bytes(config.dtype, config.hidden)));
 }
 
+bool may_come_beside_experts(const MoeConfig& config) {
+  return config.combine != kPerSlot &&
+         bytes(config.dtype, config.hidden) <= RowSources::kMostRowBytes;
+}
+
 std::int64_t least_beside_experts(const RankCosts& costs, const MoeConfig& config,
                                   const RankOptions& options, const ExpertPlacement& placement) {
-  if (config.combine == kPerSlot || options.max_tokens_per_rank == 0 ||
-      bytes(config.dtype, config.hidden) > RowSources::kMostRowBytes) {
-    return 0;
-  }
-  // With each token they save as much more.
+  if (!may_come_beside_experts(config) || options.max_tokens_per_rank == 0) return 0;
+  // What is saved grows by as much with each token, from -floor_us on.
   const double floor_us = costs.beside_experts.floor_us;
   const double each_us = saved_beside_experts(costs, config, options, placement, 1) + floor_us;
-  if (each_us * static_cast<double>(options.max_tokens_per_rank) < floor_us) return 0;
+  const auto most = static_cast<double>(options.max_tokens_per_rank);
+  if (each_us <= 0 || each_us * most < floor_us) return 0;
   return std::max(std::int64_t{1}, static_cast<std::int64_t>(std::ceil(floor_us / each_us)));
 }
 

@@ -26,6 +26,9 @@ PredictedRows predict_rows(const RankCosts& costs, const MoeConfig& config,
                            const RankOptions& options, const ExpertPlacement& placement,
                            RowPath path, CombineMode combine, std::int64_t tokens_per_rank);
 
+/// Whether rows of the layer can come while the experts have begun: those that go back per slot,
+/// and wide ones, come before.
+bool may_come_beside_experts(const MoeConfig& config);
 /// What such a forward through peer memory saves, with sums per rank, if the experts begin while
 /// rows still come: the link's time for these, less what the experts lose to the few
 /// multiprocessors that bring them. Negative: rows had better come first.

@@ -309,7 +309,7 @@ struct CodesToSlots {
     DequantizeParams from = p.from;
     from.codes = reinterpret_cast<const std::uint8_t*>(values);
     if (from.scales) from.scales = scales;
-    if (sizeof(Storage) > 1 || from.columns % 16 != 0) {
+    if (sizeof(Storage) > 1 || p.fp8_as_f16 || from.columns % 16 != 0) {
       codes_to_slots<Storage>(p, from, 0, token, static_cast<int>(threadIdx.x % 32), 32);
       return 0;
     }

@@ -1,5 +1,5 @@
 // The main loop: what a warpgroup does with one stage. Each warp multiplies 16 weight rows of every
-// row block by all tokens of the tile, by mma.sync.
+// row block of its row group by all tokens of the tile, by mma.sync.
 #pragma once
 
 #include "cuda/device/e4m3_f16.cuh"
