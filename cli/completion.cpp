@@ -100,7 +100,7 @@ std::string zsh_escaped(const std::string& text) {
 
 std::string zsh_value(const OptionInfo& option) {
   if (option.kind.empty()) return {};
-  const std::string message = ":" + zsh_escaped(option.kind) + ":";
+  std::string message = ":" + zsh_escaped(option.kind) + ":";
   if (takes_files(option)) return message + "_files";
   const std::string words = fmt::format("{}", fmt::join(option.words(), " "));
   if (words.empty()) return message;

@@ -89,7 +89,7 @@ std::string activation_text(const ModelConfig& model) {
     return std::isinf(limit) ? std::string(name(kind))
                              : fmt::format("{}, limit {}", name(kind), limit);
   };
-  const std::string routed = one(model.activation, model.activation_params);
+  std::string routed = one(model.activation, model.activation_params);
   const std::string shared = one(model.shared_activation, model.shared_activation_params);
   if (model.shared_intermediate == 0 || shared == routed) return routed;
   return fmt::format("{}; shared experts {}", routed, shared);

@@ -147,7 +147,7 @@ ExpertWeights bench_weights(testing::Case spec, std::int64_t num_experts) {
 
 Tensor random_router_weight(const RouterConfig& router, std::int64_t hidden, DType dtype,
                             testing::Random& random) {
-  const Tensor weight = Tensor::empty({router.num_choices(), hidden}, dtype);
+  Tensor weight = Tensor::empty({router.num_choices(), hidden}, dtype);
   fill_random(weight, 1 / std::sqrt(static_cast<double>(hidden)), random);
   return weight;
 }
@@ -159,7 +159,7 @@ BenchWork::BenchWork(const testing::Case& spec, std::int64_t weight_bytes) {
 }
 
 Tensor random_topk_weights(std::int64_t num_tokens, std::int64_t topk, testing::Random& random) {
-  const Tensor weights = Tensor::empty({num_tokens, topk}, DType::kF32);
+  Tensor weights = Tensor::empty({num_tokens, topk}, DType::kF32);
   for (std::int64_t i = 0; i < weights.numel(); ++i) {
     weights.as<float>()[i] =
         static_cast<float>((0.5 + random.uniform()) / static_cast<double>(topk));

@@ -54,7 +54,8 @@ RankLink measure_link(Communicator& communicator) {
   std::uintptr_t data = 0;
   Device there = device;
   other >> data >> there.index;
-  const TensorView source(reinterpret_cast<void*>(data), DType::kU8, {kBytes}, there);
+  void* const memory = reinterpret_cast<void*>(data);  // NOLINT(performance-no-int-to-ptr)
+  const TensorView source(memory, DType::kU8, {kBytes}, there);
   std::vector<double> seconds;
   for (int i = 0; i < kCopies; ++i) {
     communicator.barrier();

@@ -200,6 +200,7 @@ RowCheck check_rows(const LayerWeights& weights, const TensorView& x, const Tens
       [&] {
         const auto all = bounds_of_one_code(weights, its_x, routing);
         std::vector<double> of_rows;
+        of_rows.reserve(expected_rows.size());
         for (const std::int64_t row : expected_rows) {
           of_rows.push_back(all[static_cast<std::size_t>(row)]);
         }

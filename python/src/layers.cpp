@@ -45,7 +45,7 @@ class PyLayer {
     Workspace workspace;
 
     Lease(PyLayer* layer, void* stream) : layer(layer), stream(stream) {}
-    Lease(Lease&& other)
+    Lease(Lease&& other) noexcept
         : layer(other.layer),
           stream(other.stream),
           block(std::exchange(other.block, {})),

@@ -356,7 +356,7 @@ ExpertWeights CpuPackedWeights::unpack(std::int64_t expert) const {
         {from.first_row, from.first_col, as_given ? std::optional(from.scales) : std::nullopt},
         weights.owners);
     const auto tensor = [&](std::int64_t size) {
-      const Tensor made = Tensor::empty({size}, DType::kF32);
+      Tensor made = Tensor::empty({size}, DType::kF32);
       weights.owners.push_back(made.owner());
       return made;
     };

@@ -108,7 +108,7 @@ ModularKernel::Step::Step(const ModularKernel& kernel, const ForwardArgs& args,
 ModularKernel::Step::Step(Step&& other) noexcept
     : kernel_(other.kernel_),
       state_(std::exchange(other.state_, State::kEnded)),
-      sizes_(std::move(other.sizes_)),
+      sizes_(other.sizes_),
       args_(std::move(other.args_)),
       inner_(std::move(other.inner_)) {}
 
