@@ -14,6 +14,7 @@ static void* find(const char* name) {
 }
 
 /* ISO C has no conversion from void* to a function pointer, POSIX has. */
+/* NOLINTNEXTLINE(bugprone-macro-parentheses) */
 #define FIND(function) (*(void**)& function = find("fusedmoe_" #function))
 
 int main(int argc, char** argv) {

@@ -137,6 +137,7 @@ TEST(SimulationTest, OneLatencyAndOneRateReproduceDeepEpsTable) {
     SimulatedLayer layer{.placement = ExpertPlacement::linear(256, row.ranks),
                          .num_hosts = row.ranks / 8};
     layer.tokens_per_rank = 128;
+    // NOLINTNEXTLINE(bugprone-integer-division)
     layer.sent_row_bytes = 7168 + 4 * 7168 / 128;
     layer.returned_row_bytes = 2 * 7168;
     layer.to_each_expert = true;

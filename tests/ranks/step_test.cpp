@@ -68,6 +68,7 @@ TEST_P(Steps, ThreePartsGiveTheBitsOfAForward) {
                                 forward_exactly(first, x, kTokens, nullptr, nullptr, fixed_sizes)));
       EXPECT_TRUE(bitwise_equal(
           outputs[1], forward_exactly(second, x, kTokens, nullptr, nullptr, fixed_sizes)));
+      // NOLINTNEXTLINE(bugprone-use-after-move)
       EXPECT_THROW(a.compute(), Error);
     });
   }

@@ -188,12 +188,14 @@ TEST(LogTest, SaysOnceWhatWasChosen) {
       "on cpu: isa ";
   ASSERT_EQ(heard.messages, std::vector{"cpu+no_ep" + what + isa + ", 3 threads"});
   options.require = "reference";
+  // NOLINTNEXTLINE(bugprone-unused-raii)
   MoeLayer(weights, options);
   EXPECT_EQ(heard.messages.back().find("reference+no_ep" + what +
                                        "generic, 3 threads; not cpu: another was asked for"),
             0U);
   options.require = "";
   const Heard again;
+  // NOLINTNEXTLINE(bugprone-unused-raii)
   MoeLayer(weights, options);
   EXPECT_EQ(again.messages.size(), 1U);
   EXPECT_EQ(heard.messages.size(), 2U);

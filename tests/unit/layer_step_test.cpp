@@ -58,6 +58,7 @@ TEST(LayerStepTest, PartsComeInOrder) {
   EXPECT_EQ(testing::error_text([&] { step.finish(); }), "finish() comes once, behind compute()");
   EXPECT_TRUE(bitwise_equal(output, layer.forward(x)));
   const MoeLayer::Step moved(std::move(step));
+  // NOLINTNEXTLINE(bugprone-use-after-move)
   EXPECT_EQ(testing::error_text([&] { step.compute(); }), "the step was moved from");
 }
 
