@@ -53,8 +53,8 @@ struct RowCosts {
 struct FUSEDMOE_API RankCosts {
   RowCosts peer_memory, all2all, allgather_reducescatter;  ///< between ranks of one host
   LinkCost between_hosts;  ///< either way; of one rank, which has a network card of its own
-  /// How much longer experts take if they begin while a few multiprocessors still bring their rows.
-  /// Bytes: of the rows of all of a rank's experts, in the layer's dtype.
+  /// How much longer the experts of a rank take if they begin while a few multiprocessors of its
+  /// GPU still bring their rows. The bytes are those of all these rows, in the layer's dtype.
   LinkCost beside_experts;
   ExpertsCost experts;
 

@@ -47,8 +47,8 @@ struct RankRules {
   void move_experts(const ExpertPlacement& placement, Stream stream);
   /// What is done to rows before they travel, where experts read them as `read` says.
   Preparation sent_as(const Preparation& read) const;
-  /// The way to experts that read rows so, in words: "peer memory"; "messages over nccl: rank 1:
-  /// peer_memory is false".
+  /// How rows travel, in words: "peer memory"; "messages over nccl: rank 1: peer_memory is false".
+  /// `read`: what the experts leave to prepare.
   std::string rows_travel(const Preparation& read) const;
   bool per_slot() const { return combine == CombineMode::kPerSlot; }
   /// That of a forward of so many tokens at most.

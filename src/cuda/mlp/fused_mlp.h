@@ -82,8 +82,9 @@ struct RowPass {
 enum class LaunchOrder : std::uint8_t {
   kApart,   ///< behind all that was enqueued before: copies, a caller's own work
   kBehind,  ///< behind the launch before. It and all others below let the next one begin at once
-  /// While the launch before still brings the rows of GEMM 1: FusedMlpParams::arrivals tells which
-  /// are here. All else was complete before it let this one begin. For KernelFamily::awaits_rows().
+  /// While the launch before still brings the rows of GEMM 1. FusedMlpParams::arrivals tells which
+  /// rows are here. All else that this one reads was complete before it could begin. Only for
+  /// families with awaits_rows().
   kBesideArrivals,
   /// While the launch before still makes the activations, which it waits for before it reads them.
   /// The counts of rows, and the counters, were complete before.

@@ -48,7 +48,7 @@ class KernelFamily {
   virtual bool has_row_pass(const WeightFormat& format, const TileShape& tile) const = 0;
   /// Whether they read token rows of FP8 as f16 numbers, in the order of device/e4m3_f16.cuh.
   virtual bool fp8_as_f16() const = 0;
-  /// Whether GEMM 1 can wait for rows that are still brought: LaunchOrder::kBesideArrivals.
+  /// Whether GEMM 1 can begin before all of its rows are here: LaunchOrder::kBesideArrivals.
   virtual bool awaits_rows() const = 0;
   /// The configuration in tiles that is likely the fastest, and valid().
   virtual KernelConfig choose(const MlpShape& shape) const = 0;

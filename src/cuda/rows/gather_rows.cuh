@@ -1,7 +1,8 @@
-// The kernel of gather_rows.h. A warp has one row at a time. In the order of the experts it takes
-// those rows that no expert before has: bulk copies bring the row to shared memory, from where it
-// goes to the rows of all of its experts. So each row comes once, and the experts' rows are
-// complete roughly one expert after the other. Hundreds of rows are on their way at the same time.
+// The kernel of gather_rows.h. Warps go through the rows of the experts in order. A token has a row
+// for each of its experts, and the warp that meets the first of them brings the token: bulk copies
+// bring its row to shared memory, and from there to all of its rows. So each token comes once, and
+// the rows of one expert are complete roughly before those of the next. Each warp brings one token
+// at a time, and all warps together hundreds.
 #pragma once
 
 #include <algorithm>
@@ -29,8 +30,8 @@ struct GatherParams {
   int stage_bytes, scales_offset, barrier_offset;  // of a warp's shared memory
 };
 
-/// The row that comes as number i. A window of neighbours comes in another order, as rows of one
-/// source are neighbours: all ranks would read from the same one.
+/// The row that is looked at as number i. Neighbours often lie on one source, and all ranks would
+/// read from it at the same time. So within a window of rows the order is another.
 inline constexpr int kGatherWindow = 2048;
 __device__ inline int row_in_turn(int i) {
   constexpr int kStep = 1237;

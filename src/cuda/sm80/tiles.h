@@ -11,9 +11,9 @@
 
 namespace fusedmoe::cuda::sm80 {
 
-// A warp has 16 rows of each of two row blocks, so that it reads token rows once for both. Last
-// comes a tile of two row groups for GPUs with little shared memory: each warp has 16 rows of one
-// block, and a multiprocessor that has room for one thread block has eight warps.
+// A warp has 16 rows of each of two row blocks, so that it reads token rows once for both. The
+// last tile of some lists has two row groups instead, of one row block each, and so eight warps. It
+// is for GPUs whose multiprocessors have shared memory for one thread block only.
 
 /// Of weights that are multiplied as they are, with 16 bits or INT8, from few tokens to many.
 inline constexpr TileShape kTilesAsIs[] = {
