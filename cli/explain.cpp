@@ -163,8 +163,11 @@ class RowTimes {
     if (rows_.empty()) return;
     fmt::print("\nrows of {} tokens a rank on GPUs of one host, as predicted:\n", tokens_);
     for (const layer::PredictedRows& each : rows_) {
-      fmt::print("{:1} {:<24} {:<8} dispatch {:.1f} us, combine {:.1f} us\n",
+      fmt::print("{:1} {:<24} {:<8} dispatch {:.1f} us{}, combine {:.1f} us\n",
                  is_chosen(each) ? "*" : "", name(each.path), name(each.combine), each.dispatch_us,
+                 each.quantize_us > 0
+                     ? fmt::format(" (rows quantized in {:.1f} us)", each.quantize_us)
+                     : "",
                  each.combine_us);
     }
     if (saved_us_) {
@@ -182,6 +185,8 @@ class RowTimes {
       list.push_back({{"path", name(each.path)},
                       {"combine", name(each.combine)},
                       {"dispatch_us", each.dispatch_us},
+                      {"quantized", each.quantize_us > 0},
+                      {"quantize_us", each.quantize_us},
                       {"combine_us", each.combine_us},
                       {"chosen", is_chosen(each)}});
     }

@@ -308,7 +308,8 @@ typedef struct fusedmoe_layer_options { /* LayerOptions in fusedmoe/layer.h */
   int32_t sequence_parallel;
   int32_t drop_rows; /* those that do not fit into receive_capacity, instead of an error */
   /* Of rows on their way to other ranks: dtype, or that of the scheme's activations; FUSEDMOE_NONE:
-   * as the experts read rows. */
+   * as the experts read rows, and between GPUs of one host quantized where that is predicted to be
+   * faster. */
   int32_t dispatch_dtype;
   /* A file of fusedmoe_layer_save_packed(), whose routed experts are used instead of packing those
    * of the source: PackedFile in fusedmoe/packed_file.h. NULL: they are packed. Of a rank: its own

@@ -133,12 +133,11 @@ void print_rank_json(const RankBenchOptions& options, const std::optional<RankLi
     object["backend"] = row.backend;
     object["combine"] = name(row.combine);
     object["scheme"] = name(options.scheme);
-    object["dispatch_dtype"] = std::string(options.dispatch_dtype ? name(*options.dispatch_dtype)
-                                                                  : "what the experts read");
     object["transport"] = row.transport;
     object["sizes"] = row.fixed_sizes ? "fixed" : "exact";
     object["num_tokens"] = row.num_tokens;
     if (travels) {
+      object["dispatch_dtype"] = row.sent_dtype;
       object["dispatch_us"] = row.dispatch_us;
       if (link) object["bare_dispatch_us"] = row.bare_dispatch_us;
       object["sent_bytes"] = row.sent_bytes;

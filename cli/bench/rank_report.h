@@ -17,7 +17,8 @@ namespace fusedmoe::cli {
 struct RankRow {
   std::string transport;
   bool fixed_sizes = false;
-  std::string backend;  // "peer memory", or the data plane of messages
+  std::string backend;     // "peer memory", or the data plane of messages
+  std::string sent_dtype;  // of rows on their way to the experts
   CombineMode combine = CombineMode::kPerRank;
   std::int64_t num_tokens = 0;
   double dispatch_us = 0, bare_dispatch_us = 0, combine_us = 0, bare_combine_us = 0;

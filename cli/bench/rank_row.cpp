@@ -53,7 +53,11 @@ class RankBench {
   bool travels() const { return config_.parallel.needs_dispatch(); }
   int group() const { return communicator_->rank() / config_.parallel.group_size(); }
   std::vector<Message> sum_messages(bool incoming);
-  std::int64_t sent_row_bytes() const { return layer::sent_row_bytes(config_, args_.preparation); }
+  /// Behind a dispatch: without dispatch_dtype rows travel as the experts get them.
+  DType sent_dtype() const { return config_.dispatch_dtype.value_or(inner_.hidden_states.dtype()); }
+  std::int64_t sent_row_bytes() const {
+    return layer::sent_row_bytes(config_, sent_dtype() != config_.dtype);
+  }
   std::int64_t returned_row_bytes() const { return bytes(config_.dtype, config_.hidden); }
   bool per_slot() const { return config_.combine == CombineMode::kPerSlot; }
   std::vector<std::int64_t> of_others(const std::vector<std::int64_t>& mine) const;
@@ -274,6 +278,7 @@ void RankBench::time_rows(RankRow& row) {
   const bool from_sources = std::exchange(args_.preparation.from_sources, false);
   dispatch();
   combine();
+  row.sent_dtype = name(sent_dtype());
   RankPhases phases = row_phases();
   const std::vector<Message> sent = messages(false, sent_row_bytes());
   // Back goes what came, and then both messages of the sum.

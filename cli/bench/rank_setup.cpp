@@ -10,6 +10,7 @@
 #include "fusedmoe/layer.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
+#include "layer/row_choice.h"
 #include "testing/cases.h"
 
 namespace fusedmoe::cli {
@@ -29,6 +30,11 @@ MoeConfig rank_config(const RankBenchOptions& options, int rank, Device device) 
   config.scheme = options.scheme;
   config.parallel = options.parallel(rank);
   config.dispatch_dtype = options.dispatch_dtype;
+  // Costs are fitted to rows of one form, whatever their number.
+  if (!options.calibrate.empty() && config.parallel.needs_dispatch() &&
+      layer::may_travel_quantized(config)) {
+    config.dispatch_dtype = config.dtype;
+  }
   const ParallelConfig& parallel = config.parallel;
   if (parallel.tp_size > 1) {
     config.intermediate =

@@ -72,11 +72,11 @@ Tensor make_ids(const Options& options, const ModelConfig& model, std::int64_t n
 
 void print_step(const SimulatedLayer& layer, const SimulatedStep& step) {
   fmt::print(
-      "{:>6} {:>6} {:>7} {:>8.1f} us {:>8.1f} us {:>8.1f} us {:>9.1f} us {:>10.3f} {:>10.3f} "
+      "{:>6} {:>6} {:>7} {:>8.1f} us{:1}{:>8.1f} us {:>8.1f} us {:>9.1f} us {:>10.3f} {:>10.3f} "
       "{:>8.3f}\n",
       layer.placement.num_ranks(), layer.num_hosts, layer.tokens_per_rank, step.dispatch_us,
-      step.experts_us, step.combine_us, step.step_us(), 1e-6 * step.inside_bytes,
-      1e-6 * step.between_bytes, step.balance);
+      step.quantize_us > 0 ? "*" : "", step.experts_us, step.combine_us, step.step_us(),
+      1e-6 * step.inside_bytes, 1e-6 * step.between_bytes, step.balance);
 }
 
 nlohmann::ordered_json step_json(const SimulatedLayer& layer, const SimulatedStep& step) {
@@ -84,6 +84,7 @@ nlohmann::ordered_json step_json(const SimulatedLayer& layer, const SimulatedSte
           {"hosts", layer.num_hosts},
           {"num_tokens", layer.tokens_per_rank},
           {"dispatch_us", step.dispatch_us},
+          {"quantize_us", step.quantize_us},
           {"experts_us", step.experts_us},
           {"combine_us", step.combine_us},
           {"step_us", step.step_us()},
@@ -118,6 +119,10 @@ void print_notes(const RankCosts& costs, const std::vector<SimulatedRow>& rows) 
          costs.of(path).combine(combine));
   }
   link("between hosts", costs.between_hosts);
+  const auto is_quantized = [](const SimulatedRow& row) { return row.step.quantize_us > 0; };
+  if (std::any_of(rows.begin(), rows.end(), is_quantized)) {
+    link("* rows are quantized before they travel, which is in dispatch", costs.quantize);
+  }
   fmt::print("experts: {:.0f} GB/s and {:.0f} TFLOP/s ({})\n", 1e-3 * costs.experts.bytes_per_us,
              1e-6 * costs.experts.flops_per_us, costs.experts.source);
 }

@@ -98,9 +98,9 @@ struct RankOptions {
   bool drop_rows = false;
   /// Of rows on their way to the ranks of their experts: the layer's, or that of the scheme's
   /// activations (e4m3, i8 or e2m1): rows are then quantized before they travel, and their scales
-  /// go with them. The output does not depend on it, but for f16 rows with values below 2^-14; it
-  /// is what a row takes on the wire. None: as the experts read rows, so quantized on the CPU but
-  /// for e2m1, and in the layer's dtype on CUDA, whose experts quantize where they permute.
+  /// go with them. The output does not depend on it, but for f16 rows with values below 2^-14.
+  /// None: on the CPU as experts read rows, quantized but for e2m1; on CUDA in the layer's dtype,
+  /// or through peer memory quantized where that is predicted to be faster (rank_costs()).
   std::optional<DType> dispatch_dtype = std::nullopt;
   /// None: per slot for batch_invariant, and through the memory of GPUs where that is predicted to
   /// be faster (rank_costs() in simulation.h) and combine_dtype is none; else per rank.

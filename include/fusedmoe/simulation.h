@@ -54,14 +54,17 @@ struct FUSEDMOE_API RankCosts {
   RowCosts peer_memory, all2all, allgather_reducescatter;  ///< between ranks of one host
   LinkCost between_hosts;  ///< either way; of one rank, which has a network card of its own
   /// How much longer the experts of a rank take if they begin while a few multiprocessors of its
-  /// GPU still bring their rows. The bytes are those of all these rows, in the layer's dtype.
+  /// GPU still bring their rows. The bytes are those of all these rows, as they travel.
   LinkCost beside_experts;
+  /// What a GPU takes to quantize its rows before they travel: of bytes that it reads and writes.
+  LinkCost quantize;
   ExpertsCost experts;
 
   const RowCosts& of(RowPath path) const;
   std::string json() const;
-  /// Inverse. A path that is missing, and beside_experts, cost what default_rank_costs() says; one
-  /// path at least must be there. Throws Error naming what else is missing, or no positive number.
+  /// Inverse. A path that is missing, beside_experts and quantize cost what default_rank_costs()
+  /// says; one path at least must be there. Throws Error naming what else is missing, or no
+  /// positive number.
   static RankCosts parse(std::string_view json);
 };
 
@@ -79,6 +82,11 @@ struct SimulatedLayer {
   int num_hosts = 1;  ///< of equally many ranks
   std::int64_t tokens_per_rank = 0;
   double sent_row_bytes = 0, returned_row_bytes = 0;  ///< as they travel
+  /// Of a row that a GPU quantizes before it travels, at RankCosts::quantize; 0: it cannot.
+  double quantized_row_bytes = 0;
+  /// It does so in any case. Else where rows go through peer memory, if that is predicted to be
+  /// faster for ids at random.
+  bool quantizes = false;
   bool fixed_sizes = false;  ///< messages bring each rank's rows to every rank that has experts
   double expert_bytes = 0;   ///< weights of one expert
   double row_flops = 0;      ///< of one row in one expert
@@ -99,6 +107,7 @@ FUSEDMOE_API SimulatedLayer simulated_layer(const Selection& selection, ExpertPl
 /// Each number that of the rank with most.
 struct SimulatedStep {
   double dispatch_us = 0, experts_us = 0, combine_us = 0;
+  double quantize_us = 0;  ///< of dispatch_us, if rows are quantized before they travel; else 0
   double inside_bytes = 0, between_bytes = 0;  ///< rows of dispatch that leave or reach a rank
   double balance = 0;                          ///< rows of the busiest rank's experts over the mean
   double step_us() const { return dispatch_us + experts_us + combine_us; }

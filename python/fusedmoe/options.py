@@ -46,7 +46,8 @@ class LayerOptions(TypedDict, total=False):
             that read each other's memory where that is predicted to be faster; else "per_rank".
         combine_dtype: of rows per rank.
         dispatch_dtype: of rows on their way to other ranks: dtype, or that of the
-            activations, "e4m3", "i8" or "e2m1". Default: as the experts read rows.
+            activations, "e4m3", "i8" or "e2m1". Default: as the experts read rows, and
+            between GPUs of one host quantized where that is predicted to be faster.
         receive_capacity: the most rows that this rank takes in a call.
         drop_rows: drop those that do not fit, instead of an error.
         lanes: so many calls may be in flight at the same time, on GPUs that read each other's

@@ -185,7 +185,7 @@ Facts facts_of(const MoeConfig& config, const LayerWeights& weights, const Layer
       {"combine", ranks.combine ? std::string(name(*ranks.combine)) : "the faster"},
       {"combine_dtype", std::string(name(ranks.combine_dtype.value_or(config.dtype)))},
       {"dispatch_dtype",
-       config.dispatch_dtype ? std::string(name(*config.dispatch_dtype)) : "as the experts read"},
+       config.dispatch_dtype ? std::string(name(*config.dispatch_dtype)) : "not given"},
       {"replica_choice", ranks.replica_choice == ReplicaChoice::kHash ? "hash" : "nearest"},
       {"max_tokens_per_rank", number(ranks.max_tokens_per_rank)},
       {"receive_capacity", number(ranks.receive_capacity)},
@@ -203,20 +203,21 @@ Facts facts_of(const MoeConfig& config, const LayerWeights& weights, const Layer
 
 Facts facts_of(const RankCosts& costs) {
   Facts facts;
+  const auto add = [&](const std::string& link, const LinkCost& cost) {
+    const std::pair<const char*, double> numbers[] = {
+        {"floor_us", cost.floor_us}, {"gigabytes_per_second", cost.bytes_per_us / 1e3}};
+    for (const auto& [number, value] : numbers) {
+      facts.emplace_back(core::format("{}.{} of FUSEDMOE_RANK_COSTS", link, number),
+                         core::format("{}", value));
+    }
+  };
   for (const RowPath path : {RowPath::kPeerMemory, RowPath::kAll2all, RowPath::kAllgather}) {
     const RowCosts& rows = costs.of(path);
-    const std::pair<const char*, const LinkCost*> links[] = {
-        {"dispatch", &rows.dispatch}, {"per_rank", &rows.per_rank}, {"per_slot", &rows.per_slot}};
-    for (const auto& [link, cost] : links) {
-      const std::pair<const char*, double> numbers[] = {
-          {"floor_us", cost->floor_us}, {"gigabytes_per_second", cost->bytes_per_us / 1e3}};
-      for (const auto& [number, value] : numbers) {
-        facts.emplace_back(
-            core::format("{}.{}.{} of FUSEDMOE_RANK_COSTS", name(path), link, number),
-            core::format("{}", value));
-      }
-    }
+    add(core::format("{}.dispatch", name(path)), rows.dispatch);
+    add(core::format("{}.per_rank", name(path)), rows.per_rank);
+    add(core::format("{}.per_slot", name(path)), rows.per_slot);
   }
+  add("quantize", costs.quantize);
   return facts;
 }
 

@@ -45,9 +45,7 @@ void PreparedRows::run(ForwardArgs& args) const {
   args.hidden_scales = scales_;
 }
 
-std::int64_t sent_row_bytes(const MoeConfig& config, const Preparation& preparation) {
-  const bool quantized = config.dispatch_dtype ? *config.dispatch_dtype != config.dtype
-                                               : preparation.quant.has_value();
+std::int64_t sent_row_bytes(const MoeConfig& config, bool quantized) {
   if (!quantized) return bytes(config.dtype, config.hidden);
   const QuantKey& key = *config.scheme.activations;
   const QuantizedShape row = quantized_shape(key, 1, config.hidden);

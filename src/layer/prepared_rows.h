@@ -37,6 +37,6 @@ class PreparedRows {
 };
 
 /// Values and scales of a row as it travels to the experts of other ranks.
-std::int64_t sent_row_bytes(const MoeConfig& config, const Preparation& preparation);
+std::int64_t sent_row_bytes(const MoeConfig& config, bool quantized);
 
 }  // namespace fusedmoe::layer

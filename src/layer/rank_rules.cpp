@@ -162,12 +162,12 @@ void RankRules::write(std::initializer_list<Map> maps, Stream stream) {
   copy(written_, maps_, stream);
 }
 
-Preparation RankRules::sent_as(const Preparation& read) const {
+Preparation RankRules::sent_as(const Preparation& read, std::int64_t max_tokens) const {
+  const bool is_faster = may_quantize(read) && max_tokens >= quantized_from &&
+                         way_of(max_tokens) == RowWay::kPeerMemory;
   Preparation sent = read;
-  if (quantizes_first) {
-    sent.quant = *quantizes_first ? activations : std::nullopt;
-    if (!sent.quant) sent.scale.reset();
-  }
+  sent.quant = quantizes_first.value_or(read.quant || is_faster) ? activations : std::nullopt;
+  if (!sent.quant) sent.scale.reset();
   return sent;
 }
 

@@ -45,8 +45,13 @@ struct RankRules {
   /// The experts have moved, and each rank has as many as before: rewrites who has which in place,
   /// in the order of the stream. The caller waits for it.
   void move_experts(const ExpertPlacement& placement, Stream stream);
-  /// What is done to rows before they travel, where experts read them as `read` says.
-  Preparation sent_as(const Preparation& read) const;
+  /// What is done to rows of a forward of so many tokens at most before they travel, where experts
+  /// read them as `read` says.
+  Preparation sent_as(const Preparation& read, std::int64_t max_tokens) const;
+  /// Whether that depends on the number of tokens: experts take codes and would make the same.
+  bool may_quantize(const Preparation& read) const {
+    return quantized_from > 0 && read.takes_quantized && !read.quant;
+  }
   /// How rows travel, in words: "peer memory"; "messages over nccl: rank 1: peer_memory is false".
   /// `read`: what the experts leave to prepare.
   std::string rows_travel(const Preparation& read) const;
@@ -61,7 +66,7 @@ struct RankRules {
   const bool allgather;  // this is allgather_reducescatter
   const bool drop_rows;
   const std::optional<QuantKey> activations;  // of the scheme
-  const std::optional<bool> quantizes_first;  // rows travel quantized; none: as experts read them
+  const std::optional<bool> quantizes_first;  // rows travel quantized; none: see sent_as()
   CombineMode combine;
   DType combine_dtype;
   const std::int64_t receive_capacity, max_tokens_per_rank;
@@ -77,11 +82,12 @@ struct RankRules {
   int num_all = 1;                      // ranks of the layer
   RankSums sums;                        // over the ranks that have the same tokens
   RowWay way = RowWay::kDeviceMessages;
-  std::int64_t peer_tokens = 0;  // of peer memory: forwards of more tokens send messages
-  std::int64_t beside_from = 0;  // least_beside_experts()
-  std::string no_peer_memory;    // why rows are messages between GPUs
-  std::string no_messages;       // as in RowChoice
-  bool shared = false;           // in place, and the ranks are processes that share memory
+  std::int64_t peer_tokens = 0;     // of peer memory: forwards of more tokens send messages
+  std::int64_t quantized_from = 0;  // least_quantized(), of peer memory
+  std::int64_t beside_from = 0;     // least_beside_experts()
+  std::string no_peer_memory;       // why rows are messages between GPUs
+  std::string no_messages;          // as in RowChoice
+  bool shared = false;              // in place, and the ranks are processes that share memory
   std::uint32_t layer = 0;
   Tensor records;  // of messages: (num_ranks, record_bytes), on the host, which reads them there
 

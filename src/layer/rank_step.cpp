@@ -88,7 +88,7 @@ StepSizes::StepSizes(const RankRules& rules, const ProblemSize& caller, const Pr
       hidden(caller.hidden),
       dtype(caller.dtype),
       way(rules.way_of(max_tokens)),
-      sent(rules.sent_as(read)),
+      sent(rules.sent_as(read, max_tokens)),
       read(read),
       fixed(caller.fixed_sizes),
       // With fixed sizes as many rows travel as there can be, so nothing is gained by packing them.

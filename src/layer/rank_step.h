@@ -69,6 +69,9 @@ class RankStep : public TransportStep {
   static std::unique_ptr<RankStep> make(const RankRules& rules, const StepSizes& sizes,
                                         void* memory);
   std::size_t bytes() const { return cutter_.used(); }
+  /// That serves forwards of fewer tokens, too, whose rows may be wider.
+  static std::size_t workspace_bytes(const RankRules& rules, const ProblemSize& caller,
+                                     const Preparation& read);
   void* memory() const { return memory_; }
 
   void start_prepare(ForwardArgs& args);

@@ -1,4 +1,6 @@
 // Which of the ways that rows travel a step takes: a step itself does not know them.
+#include <algorithm>
+
 #include "core/format.h"
 #include "layer/device_messages.h"
 #include "layer/host_messages.h"
@@ -23,6 +25,19 @@ std::unique_ptr<RankStep> RankStep::make(const RankRules& rules, const StepSizes
   return nullptr;
 }
 
+std::size_t RankStep::workspace_bytes(const RankRules& rules, const ProblemSize& caller,
+                                      const Preparation& read) {
+  const auto bytes = [&](const ProblemSize& problem) {
+    return make(rules, StepSizes(rules, problem, read), nullptr)->bytes();
+  };
+  if (!rules.may_quantize(read) || rules.quantized_from == 1) return bytes(caller);
+  ProblemSize fewer = caller;
+  fewer.num_tokens = std::min(caller.num_tokens, rules.quantized_from - 1);
+  fewer.max_tokens =
+      std::min(std::max(caller.max_tokens, caller.num_tokens), rules.quantized_from - 1);
+  return std::max(bytes(caller), bytes(fewer));
+}
+
 std::string RankRules::rows_travel(const Preparation& read) const {
   const std::string_view plane = group->backend();
   const std::string then = sums.needed() ? "; sums: " + sums.travel() : "";
@@ -39,6 +54,9 @@ std::string RankRules::rows_travel(const Preparation& read) const {
         text += core::format(
             " up to {} tokens, then messages over {}, which are predicted to be faster",
             peer_tokens, plane);
+      }
+      if (may_quantize(read)) {
+        text += core::format("; quantized from {} tokens on", quantized_from);
       }
       if (beside_from > 0 && read.from_sources) {
         text += core::format("; beside the experts from {} tokens on", beside_from);
@@ -71,8 +89,10 @@ std::string RankRules::map_peers(MoeConfig config, const RankOptions& options) {
   combine = choice.combine;
   if (per_slot()) combine_dtype = DType::kF32;
   peer_tokens = choice.peer_tokens;
-  beside_from = least_beside_experts(rank_costs(), config, options, placement);
-  if (beside_from > peer_tokens) beside_from = 0;
+  RankOptions by_peers = options;
+  by_peers.max_tokens_per_rank = peer_tokens;
+  quantized_from = least_quantized(rank_costs(), config, by_peers, placement);
+  beside_from = least_beside_experts(rank_costs(), config, by_peers, placement);
   no_messages = choice.no_messages;
   return {};
 }

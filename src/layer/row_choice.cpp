@@ -8,6 +8,7 @@
 #include "fusedmoe/comm.h"
 #include "fusedmoe/error.h"
 #include "layer/prepared_rows.h"
+#include "layer/rank_transports.h"
 #include "moe/peer_memory.h"
 
 namespace fusedmoe::layer {
@@ -28,6 +29,13 @@ std::int64_t most_served(std::int64_t most, const Serves& serves) {
   return fits;
 }
 
+/// The fewest tokens, of at most `most`, with which `each_us` of every token make up for
+/// `floor_us`; 0: none do.
+std::int64_t fewest_tokens(double floor_us, double each_us, std::int64_t most) {
+  if (each_us <= 0 || each_us * static_cast<double>(most) < floor_us) return 0;
+  return std::max(std::int64_t{1}, static_cast<std::int64_t>(std::ceil(floor_us / each_us)));
+}
+
 }  // namespace
 
 SimulatedLayer simulated_rows(const MoeConfig& config, const RankOptions& options,
@@ -38,9 +46,52 @@ SimulatedLayer simulated_rows(const MoeConfig& config, const RankOptions& option
   layer.combine = config.combine;
   const DType returned =
       config.combine == kPerSlot ? DType::kF32 : options.combine_dtype.value_or(config.dtype);
-  layer.sent_row_bytes = static_cast<double>(sent_row_bytes(config, preparation));
   layer.returned_row_bytes = static_cast<double>(bytes(returned, config.hidden));
+  const bool quantizes = config.dispatch_dtype ? *config.dispatch_dtype != config.dtype
+                                               : preparation.quant.has_value();
+  const auto row_bytes = [&](bool quantized) {
+    return static_cast<double>(sent_row_bytes(config, quantized));
+  };
+  if (config.device.is_cpu()) {  // whose experts read rows quantized anyway
+    layer.sent_row_bytes = row_bytes(quantizes);
+    return layer;
+  }
+  layer.sent_row_bytes = row_bytes(false);
+  if (quantizes || may_travel_quantized(config)) layer.quantized_row_bytes = row_bytes(true);
+  layer.quantizes = quantizes;
   return layer;
+}
+
+double quantize_us(const RankCosts& costs, const SimulatedLayer& layer) {
+  return costs.quantize.us(static_cast<double>(layer.tokens_per_rank) *
+                           (layer.sent_row_bytes + layer.quantized_row_bytes));
+}
+
+double saved_by_quantizing(const RankCosts& costs, const SimulatedLayer& layer, std::int64_t topk) {
+  SimulatedLayer rows = layer;
+  rows.quantized_row_bytes = 0;
+  const double unquantized_us = simulate(costs, rows, topk).dispatch_us;
+  rows.sent_row_bytes = layer.quantized_row_bytes;
+  return unquantized_us - simulate(costs, rows, topk).dispatch_us - quantize_us(costs, layer);
+}
+
+bool may_travel_quantized(const MoeConfig& config) {
+  if (config.device.is_cpu() || config.hooks || config.dispatch_dtype) return false;
+  if (!config.scheme.activations) return false;
+  MoeConfig quantized = config;
+  quantized.dispatch_dtype = config.scheme.activations->value;
+  return static_cast<bool>(supports_dispatch_dtype(quantized));
+}
+
+std::int64_t least_quantized(const RankCosts& costs, const MoeConfig& config,
+                             const RankOptions& options, const ExpertPlacement& placement) {
+  if (!may_travel_quantized(config) || placement.num_ranks() == 1) return 0;
+  // What is saved grows by as much with each token, from -floor_us on.
+  SimulatedLayer one = simulated_rows(config, options, {}, placement);
+  one.tokens_per_rank = 1;
+  const double floor_us = costs.quantize.floor_us;
+  return fewest_tokens(floor_us, saved_by_quantizing(costs, one, config.topk) + floor_us,
+                       options.max_tokens_per_rank);
 }
 
 PredictedRows predict_rows(const RankCosts& costs, const MoeConfig& config,
@@ -53,18 +104,19 @@ PredictedRows predict_rows(const RankCosts& costs, const MoeConfig& config,
   rows.fixed_sizes = true;
   rows.tokens_per_rank = tokens_per_rank;
   const SimulatedStep step = simulate(costs, rows, config.topk);
-  return {path, combine, step.dispatch_us, step.combine_us};
+  return {path, combine, step.dispatch_us, step.combine_us, step.quantize_us};
 }
 
 double saved_beside_experts(const RankCosts& costs, const MoeConfig& config,
                             const RankOptions& options, const ExpertPlacement& placement,
                             std::int64_t tokens_per_rank) {
-  const double dispatch_us = predict_rows(costs, config, options, placement, RowPath::kPeerMemory,
-                                          kPerRank, tokens_per_rank)
-                                 .dispatch_us;
+  const PredictedRows before = predict_rows(costs, config, options, placement, RowPath::kPeerMemory,
+                                            kPerRank, tokens_per_rank);
+  const double link_us =
+      before.dispatch_us - before.quantize_us - costs.peer_memory.dispatch.floor_us;
   const auto rows = static_cast<double>(tokens_per_rank * config.topk);  // of a rank's experts
-  return dispatch_us - costs.peer_memory.dispatch.floor_us -
-         costs.beside_experts.us(rows * static_cast<double>(bytes(config.dtype, config.hidden)));
+  return link_us - costs.beside_experts.us(
+                       rows * static_cast<double>(sent_row_bytes(config, before.quantize_us > 0)));
 }
 
 bool may_come_beside_experts(const MoeConfig& config) {
@@ -74,13 +126,18 @@ bool may_come_beside_experts(const MoeConfig& config) {
 
 std::int64_t least_beside_experts(const RankCosts& costs, const MoeConfig& config,
                                   const RankOptions& options, const ExpertPlacement& placement) {
-  if (!may_come_beside_experts(config) || options.max_tokens_per_rank == 0) return 0;
-  // What is saved grows by as much with each token, from -floor_us on.
+  const std::int64_t most = options.max_tokens_per_rank;
+  if (!may_come_beside_experts(config) || most == 0) return 0;
+  // What is saved grows by as much with each token, from -floor_us on: by less where so many tokens
+  // travel quantized.
   const double floor_us = costs.beside_experts.floor_us;
-  const double each_us = saved_beside_experts(costs, config, options, placement, 1) + floor_us;
-  const auto most = static_cast<double>(options.max_tokens_per_rank);
-  if (each_us <= 0 || each_us * most < floor_us) return 0;
-  return std::max(std::int64_t{1}, static_cast<std::int64_t>(std::ceil(floor_us / each_us)));
+  const auto least_as = [&](std::int64_t tokens) {
+    const double saved_us = saved_beside_experts(costs, config, options, placement, tokens);
+    return fewest_tokens(floor_us, (saved_us + floor_us) / static_cast<double>(tokens), most);
+  };
+  const std::int64_t least = least_as(most);
+  if (least == 0 || least >= least_quantized(costs, config, options, placement)) return least;
+  return least_as(1);
 }
 
 RowChoice choose_rows(const RankCosts& costs, const MoeConfig& config, const RankOptions& options,
@@ -144,10 +201,9 @@ std::string without_peer_memory(const MoeConfig& config, const RankOptions& opti
 
 bool leaves_choice(const MoeConfig& config, const RankOptions& options, RowPath messages) {
   if (config.device.is_cpu() || !config.parallel.needs_dispatch()) return false;
-  if (config.combine == kPerSlot || !without_peer_memory(config, options, messages).empty()) {
-    return false;
-  }
-  return !options.combine || may_send(options);
+  if (!without_peer_memory(config, options, messages).empty()) return false;
+  if (may_travel_quantized(config)) return true;
+  return config.combine != kPerSlot && (!options.combine || may_send(options));
 }
 
 }  // namespace fusedmoe::layer

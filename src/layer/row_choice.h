@@ -20,11 +20,24 @@ struct PredictedRows {
   RowPath path;
   CombineMode combine;
   double dispatch_us, combine_us;
+  double quantize_us;  // as in SimulatedStep
   double us() const { return dispatch_us + combine_us; }
 };
 PredictedRows predict_rows(const RankCosts& costs, const MoeConfig& config,
                            const RankOptions& options, const ExpertPlacement& placement,
                            RowPath path, CombineMode combine, std::int64_t tokens_per_rank);
+
+/// What it takes to quantize the rows of a rank before they travel.
+double quantize_us(const RankCosts& costs, const SimulatedLayer& layer);
+/// By how much less time the link takes for rows that are quantized than for others, less what it
+/// takes to quantize them. Ids are at random.
+double saved_by_quantizing(const RankCosts& costs, const SimulatedLayer& layer, std::int64_t topk);
+/// Whether the layer leaves it to predicted times if rows that go through peer memory are quantized
+/// before they travel: its experts on GPUs would quantize each row by itself, to the same bits.
+bool may_travel_quantized(const MoeConfig& config);
+/// The fewest tokens with which that saves time; 0: none do.
+std::int64_t least_quantized(const RankCosts& costs, const MoeConfig& config,
+                             const RankOptions& options, const ExpertPlacement& placement);
 
 /// Whether rows of the layer can come while the experts have begun: those that go back per slot,
 /// and wide ones, come before.
@@ -35,8 +48,8 @@ bool may_come_beside_experts(const MoeConfig& config);
 double saved_beside_experts(const RankCosts& costs, const MoeConfig& config,
                             const RankOptions& options, const ExpertPlacement& placement,
                             std::int64_t tokens_per_rank);
-/// The fewest tokens with which that saves time; 0: none do. Ranks may differ in it: the others see
-/// no difference.
+/// From how many tokens on that saves time; 0: with none. Ranks may differ in it: the others see no
+/// difference.
 std::int64_t least_beside_experts(const RankCosts& costs, const MoeConfig& config,
                                   const RankOptions& options, const ExpertPlacement& placement);
 

@@ -226,6 +226,25 @@ SimulatedStep longest(const RankCosts& costs, const SimulatedLayer& layer,
   return step;
 }
 
+/// As a layer on GPUs chooses it, which knows no ids.
+bool sends_quantized(const RankCosts& costs, const SimulatedLayer& layer, std::int64_t topk) {
+  if (layer.quantized_row_bytes == 0 || layer.placement.num_ranks() == 1) return false;
+  if (layer.quantizes) return true;
+  return layer.path_inside() == RowPath::kPeerMemory &&
+         layer::saved_by_quantizing(costs, layer, topk) >= 0;
+}
+
+SimulatedStep simulate(const RankCosts& costs, const SimulatedLayer& layer, std::int64_t topk,
+                       const std::vector<RankLoad>& ranks) {
+  if (!sends_quantized(costs, layer, topk)) return longest(costs, layer, ranks);
+  SimulatedLayer quantized = layer;
+  quantized.sent_row_bytes = layer.quantized_row_bytes;
+  SimulatedStep step = longest(costs, quantized, ranks);
+  step.quantize_us = layer::quantize_us(costs, layer);
+  step.dispatch_us += step.quantize_us;
+  return step;
+}
+
 void check(const SimulatedLayer& layer) {
   const int num_ranks = layer.placement.num_ranks();
   FUSEDMOE_CHECK(layer.num_hosts > 0 && num_ranks % layer.num_hosts == 0, "num_hosts",
@@ -274,6 +293,7 @@ std::string RankCosts::json() const {
   for (const auto& [path, costs] : kPaths) file[std::string(name(path))] = json_of(this->*costs);
   file["between_hosts"] = json_of(between_hosts);
   file["beside_experts"] = json_of(beside_experts);
+  file["quantize"] = json_of(quantize);
   file["experts"] = {{"gigabytes_per_second", 1e-3 * experts.bytes_per_us},
                      {"teraflops", 1e-6 * experts.flops_per_us},
                      {"source", experts.source}};
@@ -296,8 +316,10 @@ RankCosts RankCosts::parse(std::string_view json) {
   FUSEDMOE_CHECK(has_any, "costs", "without peer_memory, all2all and allgather_reducescatter",
                  "what bench --calibrate of this version writes");
   costs.between_hosts = all.of("between_hosts").link_cost();
-  const Part beside = all.of("beside_experts");
-  if (beside.json) costs.beside_experts = beside.link_cost();
+  for (const auto& [key, cost] : {std::pair("beside_experts", &costs.beside_experts),
+                                  std::pair("quantize", &costs.quantize)}) {
+    if (const Part part = all.of(key); part.json) *cost = part.link_cost();
+  }
   const Part experts = all.of("experts");
   costs.experts = {1e3 * experts.number("gigabytes_per_second"), 1e6 * experts.number("teraflops"),
                    experts.source()};
@@ -312,6 +334,7 @@ RankCosts default_rank_costs() {
           .allgather_reducescatter = {{18.2, 250e3, two}, {9.6, 233e3, two}, {9.6, 233e3, slots}},
           .between_hosts = {24, 42e3, "assumed: what explains DeepEP's table of H800"},
           .beside_experts = {70, 2.2e6, "measured: two and four H200, FP8 with block scales"},
+          .quantize = {7, 3e6, "measured: two and four H200, FP8 with block scales"},
           .experts = {3.95e6, 924e6, "measured: one H200, FP8 with block scales"}};
 }
 
@@ -351,12 +374,12 @@ SimulatedLayer simulated_layer(const Selection& selection, ExpertPlacement place
 SimulatedStep simulate(const RankCosts& costs, const SimulatedLayer& layer,
                        const TensorView& topk_ids) {
   check(layer, topk_ids);
-  return longest(costs, layer, Simulation(layer, topk_ids).run());
+  return simulate(costs, layer, topk_ids.size(1), Simulation(layer, topk_ids).run());
 }
 
 SimulatedStep simulate(const RankCosts& costs, const SimulatedLayer& layer, std::int64_t topk) {
   check(layer);
-  return longest(costs, layer, expected_loads(layer, topk));
+  return simulate(costs, layer, topk, expected_loads(layer, topk));
 }
 
 }  // namespace fusedmoe

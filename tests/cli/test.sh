@@ -102,6 +102,10 @@ COSTS
     says '^experts: 4 GB/s and 5 TFLOP/s \(c\)$'
     succeeds simulate --model gpt-oss-20b --ep 8 --hosts 4 --tokens 8 --json
     says '"ranks":8,"hosts":4,"num_tokens":8,"dispatch_us":'
+    succeeds simulate --model deepseek-v3 --scheme fp8_block --ep 4 --tokens 8,1024
+    says '^ +4 +1 +8 +[0-9.]+ us +[0-9.]+ us '
+    says '^ +4 +1 +1024 +[0-9.]+ us\* *[0-9.]+ us '
+    says '^\* rows are quantized before they travel, which is in dispatch: 7.0 us and 3000.0 GB/s '
     succeeds bench "${small[@]}" --tokens 64 --skew zipf --record-routing ids.safetensors
     succeeds balance --routing ids.safetensors --ep 4 --output moved.json
     succeeds "${plan[@]}" --ep 4 --routing ids.safetensors --placement moved.json
@@ -229,6 +233,15 @@ COSTS
     says '^rows of 64 tokens a rank on GPUs of one host, as predicted:$'
     says '^\* peer_memory +per_rank dispatch [0-9.]+ us, combine [0-9.]+ us$'
     says '^  all2all +per_rank dispatch '
+    options=(--model deepseek-v3 --scheme fp8_block --ep 4 --compute-capability 9.0)
+    succeeds explain "${options[@]}" --tokens 8
+    says '^\* peer_memory +per_rank dispatch [0-9.]+ us, combine'
+    succeeds explain "${options[@]}" --tokens 1024
+    says '^\* peer_memory +per_rank dispatch [0-9.]+ us \(rows quantized in [0-9.]+ us\), combine'
+    succeeds explain "${options[@]}" --tokens 1024 --dispatch-dtype bf16
+    says '^\* peer_memory +per_rank dispatch [0-9.]+ us, combine'
+    succeeds explain "${options[@]}" --tokens 1024 --json
+    says '"path":"peer_memory","quantize_us":[0-9.]+,"quantized":true'
     succeeds explain --model gpt-oss-120b --ep 64 --combine per_slot
     says '^64 ranks: tp 1, dp 64, ep 64; rank 0 has 2 experts of 2880 x 2880; per_slot'
     says '^\* +cpu +all2all '

@@ -13,6 +13,7 @@
 #include "fusedmoe/selection.h"
 #include "layer/agreement.h"
 #include "layer/rank_step.h"
+#include "row_configs.h"
 #include "temporary_directory.h"
 
 namespace fusedmoe::row_choice_test {
@@ -20,30 +21,15 @@ namespace fusedmoe::row_choice_test {
 using layer::choose_rows;
 using layer::RowChoice;
 
-constexpr std::int64_t kMost = 8192;
+constexpr std::int64_t kMost = testing::kMostRows;
 constexpr CombineMode kPerRank = CombineMode::kPerRank, kPerSlot = CombineMode::kPerSlot;
-
-MoeConfig config_of(int num_ranks) {
-  MoeConfig config;
-  config.num_experts = 256;
-  config.num_local_experts = 256 / num_ranks;
-  config.topk = 8;
-  config.hidden = 7168;
-  config.intermediate = 2048;
-  config.scheme = schemes::unquantized(DType::kBF16);
-  config.device = {DeviceKind::kCuda, 0};
-  config.compute_capability = 90;
-  config.has_expert_map = true;
-  config.parallel = ParallelConfig::of({.dp_size = num_ranks, .expert_parallel = true});
-  return config;
-}
 
 RowChoice choose(const RankCosts& costs, const RankOptions& options = {}, int num_ranks = 2,
                  std::optional<RowPath> messages = RowPath::kAll2all,
                  const MoeConfig* config = nullptr) {
   RankOptions asked = options;
   asked.max_tokens_per_rank = kMost;
-  return choose_rows(costs, config ? *config : config_of(num_ranks), asked,
+  return choose_rows(costs, config ? *config : testing::rank_config(num_ranks), asked,
                      ExpertPlacement::linear(256, num_ranks), messages);
 }
 
@@ -71,8 +57,8 @@ TEST(RowChoiceTest, MessagesServeFromWhereTheyAreFaster) {
   EXPECT_GT(choice.peer_tokens, 1);
   EXPECT_LT(choice.peer_tokens, kMost);
   const auto us = [&](RowPath path, std::int64_t tokens) {
-    return layer::predict_rows(costs, config_of(2), {}, ExpertPlacement::linear(256, 2), path,
-                               kPerRank, tokens)
+    return layer::predict_rows(costs, testing::rank_config(2), {}, ExpertPlacement::linear(256, 2),
+                               path, kPerRank, tokens)
         .us();
   };
   const std::int64_t most = choice.peer_tokens;
@@ -103,7 +89,7 @@ TEST(RowChoiceTest, RowsPerSlotWhereTheyAreFasterForFewAndForMany) {
 TEST(RowChoiceTest, RowsComeBesideTheExpertsWhereTheLinkTakesLong) {
   RankCosts costs = default_rank_costs();
   const auto from = [&](int num_ranks, const auto& change) {
-    MoeConfig config = config_of(num_ranks);
+    MoeConfig config = testing::rank_config(num_ranks);
     RankOptions options;
     options.max_tokens_per_rank = kMost;
     change(config);
@@ -128,8 +114,8 @@ TEST(RowChoiceTest, RowsComeBesideTheExpertsWhereTheLinkTakesLong) {
   EXPECT_EQ(from(4, [](MoeConfig& config) { config.hidden = 40000; }), 0) << "too wide to copy";
 
   const auto saved = [&](std::int64_t tokens) {
-    return layer::saved_beside_experts(costs, config_of(4), {}, ExpertPlacement::linear(256, 4),
-                                       tokens);
+    return layer::saved_beside_experts(costs, testing::rank_config(4), {},
+                                       ExpertPlacement::linear(256, 4), tokens);
   };
   EXPECT_LT(saved(from(4, as_is) - 1), 0);
   EXPECT_GE(saved(from(4, as_is)), 0);
@@ -141,7 +127,7 @@ TEST(RowChoiceTest, RowsComeBesideTheExpertsWhereTheLinkTakesLong) {
 TEST(RowChoiceTest, StepsOfEnoughTokensHaveTheirRowsBesideTheExperts) {
   const auto ranks = make_thread_communicators(2, {testing::kPatient});
   testing::run_ranks(2, [&](int rank) {
-    MoeConfig config = config_of(2);
+    MoeConfig config = testing::rank_config(2);
     config.device = {};
     Context context;
     context.ranks.communicator = ranks[rank];
@@ -173,7 +159,7 @@ TEST(RowChoiceTest, StepsOfEnoughTokensHaveTheirRowsBesideTheExperts) {
 TEST(RowChoiceTest, RowsPerSlotThatAreAskedForNeverBecomeMessages) {
   RankCosts costs = default_rank_costs();
   costs.peer_memory = costing(1000, 1e3);
-  MoeConfig config = config_of(2);
+  MoeConfig config = testing::rank_config(2);
   config.combine = kPerSlot;
   const RowChoice choice = choose(costs, {}, 2, RowPath::kAll2all, &config);
   EXPECT_EQ(choice.combine, kPerSlot);
@@ -185,7 +171,7 @@ TEST(RowChoiceTest, PeerMemoryServesAllForwardsWhereMessagesCannotBeSent) {
   RankOptions options;
   options.max_tokens_per_rank = kMost;
   const auto choose_after = [&](const std::function<void()>& connect) {
-    return choose_rows(costs, config_of(2), options, ExpertPlacement::linear(256, 2),
+    return choose_rows(costs, testing::rank_config(2), options, ExpertPlacement::linear(256, 2),
                        RowPath::kAll2all, connect);
   };
   const auto fail = [] { throw Error::communication("there is no libnccl"); };
@@ -220,7 +206,7 @@ TEST(RowChoiceTest, RanksWhoseCostsDifferAreToldWhichNumber) {
 
 TEST(RowChoiceTest, LayersThatLeaveNoChoiceDoNotAskForCosts) {
   const auto changed = [](const auto& change) {
-    MoeConfig config = config_of(2);
+    MoeConfig config = testing::rank_config(2);
     RankOptions options;
     options.communicator = make_thread_communicators(1, {testing::kPatient}).front();
     options.max_tokens_per_rank = kMost;
@@ -239,7 +225,7 @@ TEST(RowChoiceTest, LayersThatLeaveNoChoiceDoNotAskForCosts) {
   EXPECT_FALSE(changed([](auto& config, auto&) { config.hooks = true; }));
   EXPECT_FALSE(changed([](auto& config, auto&) { config.parallel = {}; }));
   EXPECT_FALSE(changed([](auto&, auto& options) { options.receive_capacity = 8; }));
-  EXPECT_FALSE(changed([](auto& config, auto&) { config = config_of(32); }));
+  EXPECT_FALSE(changed([](auto& config, auto&) { config = testing::rank_config(32); }));
 }
 
 TEST(RowChoiceTest, SaysWhyNoGpusCouldReadEachOthersMemory) {
@@ -248,9 +234,9 @@ TEST(RowChoiceTest, SaysWhyNoGpusCouldReadEachOthersMemory) {
   const auto why = [&](const MoeConfig& config, RowPath messages = RowPath::kAll2all) {
     return layer::without_peer_memory(config, options, messages);
   };
-  EXPECT_EQ(why(config_of(16)), "");
-  EXPECT_EQ(why(config_of(32)), "32 ranks: at most 16 can map each other's memory");
-  MoeConfig pairs = config_of(4);
+  EXPECT_EQ(why(testing::rank_config(16)), "");
+  EXPECT_EQ(why(testing::rank_config(32)), "32 ranks: at most 16 can map each other's memory");
+  MoeConfig pairs = testing::rank_config(4);
   Deployment deployment{.tp_size = 2, .dp_size = 2, .expert_parallel = true};
   pairs.parallel = ParallelConfig::of(deployment);
   EXPECT_EQ(why(pairs), "");
@@ -260,11 +246,11 @@ TEST(RowChoiceTest, SaysWhyNoGpusCouldReadEachOthersMemory) {
   pairs.parallel = ParallelConfig::of(deployment);
   EXPECT_EQ(why(pairs, RowPath::kAllgather), "");
   options.max_tokens_per_rank = 0;
-  EXPECT_EQ(why(config_of(2)), "max_tokens_per_rank is not given");
+  EXPECT_EQ(why(testing::rank_config(2)), "max_tokens_per_rank is not given");
 }
 
 std::size_t peer_bytes(std::optional<CombineMode> combine) {
-  MoeConfig config = config_of(2);
+  MoeConfig config = testing::rank_config(2);
   RankOptions options;
   options.max_tokens_per_rank = 128;
   options.combine = combine;

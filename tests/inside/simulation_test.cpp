@@ -31,6 +31,7 @@ RankCosts costs() {
           .allgather_reducescatter = rows,
           .between_hosts = {24, 42e3, "c"},
           .beside_experts = {70, 2e6, "f"},
+          .quantize = {7, 3e6, "g"},
           .experts = {4e6, 900e6, "d"}};
 }
 
@@ -214,8 +215,10 @@ TEST(SimulationTest, CostsAreReadAsTheyWereWritten) {
   EXPECT_DOUBLE_EQ(read.experts.flops_per_us, 900e6);
   std::string older = costs().json();
   older.replace(older.find("beside_experts"), 6, "before");
+  older.replace(older.find("quantize"), 8, "dispatch");
   EXPECT_EQ(RankCosts::parse(older).beside_experts.source,
             default_rank_costs().beside_experts.source);
+  EXPECT_EQ(RankCosts::parse(older).quantize.source, default_rank_costs().quantize.source);
   for (const char* wrong :
        {"", "[]", "{}", R"({"dispatch": 1})", R"({"all2all": {"dispatch": {"floor_us": "1"}}})"}) {
     EXPECT_THROW(RankCosts::parse(wrong), Error) << wrong;
