@@ -24,7 +24,8 @@ bench_seconds=60  # each number of GPUs and transport
 tests=(cuda_rank_rows_test cuda_ranks_test cuda_rank_deployments_test cuda_rank_hooks_test
   cuda_rank_failures_test cuda_peer_memory_test cuda_peer_set_up_test cuda_peer_sums_test
   cuda_peer_failures_test cuda_peer_processes_test cuda_peer_lanes_test cuda_peer_random_test
-  cuda_peer_fetch_test cuda_moves_test cuda_moves_graphs_test cuda_moves_forwards_test)
+  cuda_peer_fetch_test cuda_peer_quantized_test cuda_moves_test cuda_moves_graphs_test
+  cuda_moves_forwards_test)
 
 . scripts/check-steps.sh
 parse_options "steps build output commit model seconds" "build tests bench" "$@"

@@ -2,8 +2,6 @@
 // for all ranks.
 #include <gtest/gtest.h>
 
-#include <charconv>
-
 #include "../unit/error_text.h"
 #include "peer_ranks.h"
 #include "testing/random.h"
@@ -22,14 +20,7 @@ class PeerFetchTest : public CudaTest {
 
 /// From how many tokens on rows come beside the experts; 0: they do not.
 std::int64_t beside_from(const MoeLayer& layer) {
-  const std::string text = rows_travel(layer), before = "; beside the experts from ";
-  const std::size_t found = text.find(before);
-  std::int64_t tokens = 0;
-  if (found != std::string::npos) {
-    const char* const number = text.data() + found + before.size();
-    std::from_chars(number, text.data() + text.size(), tokens);
-  }
-  return tokens;
+  return tokens_behind(layer, "; beside the experts from ");
 }
 
 std::vector<PeerBuffers> filled_buffers(const std::vector<std::unique_ptr<MoeLayer>>& layers,

@@ -5,12 +5,14 @@
 
 #include <unistd.h>
 
+#include <charconv>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "../unit/layer_problem.h"
@@ -45,12 +47,8 @@ struct PeerBuffers {
   }
 };
 
-/// In all layers of this process, of which none may have been made. `floor_us`: what it costs,
-/// where a byte takes the link a microsecond.
-inline void bring_rows_beside_experts(double floor_us) {
-  RankCosts costs = default_rank_costs();
-  costs.peer_memory.dispatch.bytes_per_us = 1;
-  costs.beside_experts = {floor_us, 1e6, ""};
+/// By all layers of this process, of which none may have been made.
+inline void use_rank_costs(const RankCosts& costs) {
   const auto path = std::filesystem::temp_directory_path() /
                     ("fusedmoe-rank-costs-" + std::to_string(::getpid()) + ".json");
   std::ofstream(path) << costs.json();
@@ -58,6 +56,16 @@ inline void bring_rows_beside_experts(double floor_us) {
   rank_costs();  // reads it, once
   unsetenv("FUSEDMOE_RANK_COSTS");
   std::filesystem::remove(path);
+}
+
+/// The same, not quantized unless that is asked for. `floor_us`: what it costs, where a byte takes
+/// the link a microsecond.
+inline void bring_rows_beside_experts(double floor_us) {
+  RankCosts costs = default_rank_costs();
+  costs.peer_memory.dispatch.bytes_per_us = 1;
+  costs.quantize.floor_us = 1e12;
+  costs.beside_experts = {floor_us, 1e6, ""};
+  use_rank_costs(costs);
 }
 
 class PeerRanks {
@@ -107,10 +115,22 @@ class PeerRanks {
 inline std::string rows_travel(const MoeLayer& layer) {
   return Plan::parse(layer.plan_json()).rows_travel;
 }
+/// The number of tokens that they name behind `before`; 0: they do not.
+inline std::int64_t tokens_behind(const MoeLayer& layer, std::string_view before) {
+  const std::string text = rows_travel(layer);
+  const std::size_t found = text.find(before);
+  std::int64_t tokens = 0;
+  if (found != std::string::npos) {
+    const char* const number = text.data() + found + before.size();
+    std::from_chars(number, text.data() + text.size(), tokens);
+  }
+  return tokens;
+}
 /// All of them, before the experts or beside.
 inline bool rows_travel_by_peers(const MoeLayer& layer) {
   const std::string text = rows_travel(layer);
-  return text == "peer memory" || text.starts_with("peer memory; beside the experts from ");
+  return text == "peer memory" || text.starts_with("peer memory; quantized from ") ||
+         text.starts_with("peer memory; beside the experts from ");
 }
 
 /// One step of all ranks, enqueued. `routed`: with the ids and weights of the buffers.
