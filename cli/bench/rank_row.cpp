@@ -38,6 +38,7 @@ class RankBench {
   void count_rows(const TensorView& topk_ids);
   void dispatch();
   void run_experts();
+  void run_experts_alone();
   void combine();
   RankPhases row_phases();
   void time_rows(RankRow& row);
@@ -254,6 +255,14 @@ void RankBench::run_experts() {
   experts_us_.push_back(time.count());
 }
 
+/// As on one GPU, which has all rows in one place, and leaves what it computes there.
+void RankBench::run_experts_alone() {
+  ForwardArgs args = inner_;
+  args.row_sources = nullptr;
+  args.row_targets = nullptr;
+  experts_.experts->apply(args);
+}
+
 void RankBench::combine() {
   prepare_finalize_->start_finalize(args_);
   prepare_finalize_->finish_finalize(args_);
@@ -274,8 +283,9 @@ RankPhases RankBench::row_phases() {
 /// Dispatch and combine; on the CPU copies in turns with them, so that caches hold as little of
 /// what is copied.
 void RankBench::time_rows(RankRow& row) {
-  // Without experts there is nothing that rows could come beside.
-  const bool from_sources = std::exchange(args_.preparation.from_sources, false);
+  // Without experts there is nothing that rows could come beside, and nobody else sends them back.
+  const Preparation preparation = args_.preparation;
+  args_.preparation.from_sources = args_.preparation.to_targets = false;
   dispatch();
   combine();
   row.sent_dtype = name(sent_dtype());
@@ -316,7 +326,7 @@ void RankBench::time_rows(RankRow& row) {
   row.combine_us = largest_of(row.ranks.combine_us);
   row.sent_bytes = largest_of(row.ranks.sent_bytes);
   row.returned_bytes = largest_of(row.ranks.returned_bytes);
-  args_.preparation.from_sources = from_sources;
+  args_.preparation = preparation;
 }
 
 /// The data plane alone for the same bytes.
@@ -360,7 +370,7 @@ void RankBench::time_steps(RankRow& row) {
   };
   if (!device_.is_cpu()) {
     RankPhases phases = row_phases();
-    phases.insert(phases.end() - (phases.size() > 1 ? 1 : 0), [&] { run_experts(); });
+    phases.insert(phases.end() - (phases.size() > 1 ? 1 : 0), [&] { run_experts_alone(); });
     phases.insert(phases.begin(), step);
     const ValuesByRank all = gather_values(*communicator_, timer_.medians_us(phases));
     row.step_us = largest_of(values_of(all, 0));

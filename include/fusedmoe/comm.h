@@ -134,6 +134,13 @@ struct CommunicatorOptions {
   std::optional<bool> peer_memory;
 };
 
+/// What a layer needs of the memory that a GPU lends the others.
+struct PeerBytes {
+  std::size_t published = 0;  ///< that others read
+  std::size_t results = 0;    ///< where the others' experts leave what they compute
+  std::size_t all() const { return published + results; }
+};
+
 class PeerMemory;  // internal: src/moe/peer_memory.h
 class PeerBlocks;  // internal: src/moe/peer_blocks.h
 
@@ -231,6 +238,9 @@ class FUSEDMOE_API Communicator {
   /// before, with the largest peer_bytes(), where larger layers are made later. Throws Error where
   /// the ranks ask for different numbers of bytes; the communicator stays usable.
   std::string map_peers(std::size_t bytes);
+  /// The same for a layer, which calls it: the results of each layer lie behind what any of the
+  /// layers publishes.
+  std::string map_peers(const PeerBytes& layer);
   /// Where a rank reads another's memory at less than 2 GB/s, the text that says so, the same on
   /// all ranks: map_peers() has timed that, and rows travel so all the same.
   const std::string& slow_peers() const;

@@ -26,6 +26,7 @@ namespace fusedmoe {
 
 class TransportStep;
 struct RowSources;
+struct RowTargets;
 class TunedConfigs;
 
 /// Shape of the activations that travel between prepare, experts and finalize.
@@ -233,6 +234,8 @@ struct Preparation {
   bool takes_quantized = false;
   /// The experts can read rows from ForwardArgs::row_sources.
   bool from_sources = false;
+  /// They can write rows to ForwardArgs::row_targets.
+  bool to_targets = false;
 };
 
 /// The arguments of one forward: they travel from the caller through prepare, experts and finalize.
@@ -299,8 +302,12 @@ struct ForwardArgs {
   /// What the transport counts in this forward, where rows change their rank; prepare makes it.
   std::shared_ptr<TransportStep> step;
   /// Set by prepare where fused_output should lie, because other ranks read it there; null: it may
-  /// lie anywhere. On CUDA nobody then reads rows of tokens that name no expert of this rank.
+  /// lie anywhere.
   void* output_memory = nullptr;
+  /// If it is not null, the rows of fused_output go there instead, but those of tokens that name no
+  /// expert of this rank; of fused_output only shape and dtype count. Only for experts with
+  /// writes_row_targets().
+  const RowTargets* row_targets = nullptr;
   void* workspace13 = nullptr;
   void* workspace2 = nullptr;
 };
@@ -353,6 +360,8 @@ class FUSEDMOE_API ExpertsDescriptor {
   virtual bool reads_rows_by_address() const { return false; }
   /// See Preparation::from_sources. The default: no.
   virtual bool reads_row_sources() const { return false; }
+  /// See Preparation::to_targets. The default: no.
+  virtual bool writes_row_targets() const { return false; }
   /// Who applies the router weights and reduces over top-k, by the activation format. The default:
   /// the experts in the standard format, finalize in the batched one.
   virtual WeightAndReduce weight_and_reduce(ActivationFormat format) const;

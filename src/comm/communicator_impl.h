@@ -49,6 +49,7 @@ struct Communicator::Impl {
   ~Impl();
 
   std::shared_ptr<PeerMemory> peers;
+  PeerBytes of_layers;        // the most that any layer has asked for
   std::string without_peers;  // why there are none, once asked
   std::string slow_peers;     // who reads at an absurd rate, the same on all ranks
 

@@ -125,6 +125,14 @@ std::string Communicator::map_peers(std::size_t bytes) {
   return {};
 }
 
+std::string Communicator::map_peers(const PeerBytes& layer) {
+  const PeerBytes most{std::max(layer.published, impl_->of_layers.published),
+                       std::max(layer.results, impl_->of_layers.results)};
+  std::string why = map_peers(most.all());
+  if (why.empty()) impl_->of_layers = most;
+  return why;
+}
+
 /// What goes wrong names whose memory this rank cannot have. Whether its GPU could read the other's
 /// says nothing here: a process may not see that GPU and map its memory all the same.
 void Communicator::Impl::map_block(int owner, const std::function<void()>& map) const {

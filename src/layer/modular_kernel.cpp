@@ -197,6 +197,12 @@ void ModularKernel::Step::run_experts() {
       sources.first_row += begin;
       pass.row_sources = &sources;
     }
+    RowTargets targets;
+    if (pass.row_targets) {
+      targets = *pass.row_targets;
+      targets.first_row += begin;
+      pass.row_targets = &targets;
+    }
     pass.expected_rows = inner_.expected_rows * (end - begin) / rows;
     experts.run(pass);
   }

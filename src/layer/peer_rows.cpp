@@ -12,25 +12,43 @@
 namespace fusedmoe::layer {
 namespace {
 
-/// Places the parts of a step in an arena. `row_bytes`: of each tensor that travels. Returns where
-/// they end.
-std::int64_t place_parts(PeerStep& step, std::int64_t num_ranks,
-                         std::span<const std::int64_t> row_bytes, std::int64_t result_bytes) {
-  constexpr std::int64_t kAlignment = 256;
+constexpr std::int64_t kAlignment = 256;
+
+std::int64_t take(std::int64_t& next, std::int64_t bytes) {
+  const std::int64_t begin = core::round_up(next, kAlignment);
+  next = begin + bytes;
+  return begin;
+}
+
+/// Places what ranks publish. `row_bytes`: of each tensor that travels. Returns where it ends.
+std::int64_t place_published(PeerStep& step, std::int64_t num_ranks,
+                             std::span<const std::int64_t> row_bytes) {
   auto next = static_cast<std::int64_t>(PeerMemory::head_bytes());
-  const auto take = [&](std::int64_t bytes) {
-    const std::int64_t begin = core::round_up(next, kAlignment);
-    next = begin + bytes;
-    return begin;
-  };
   const std::int64_t slots = num_ranks * step.most_tokens * step.topk;
-  step.ids = take(slots * std::int64_t{sizeof(std::int32_t)});
-  step.weights = take(slots * std::int64_t{sizeof(float)});
+  step.ids = take(next, slots * std::int64_t{sizeof(std::int32_t)});
+  step.weights = take(next, slots * std::int64_t{sizeof(float)});
   for (std::size_t t = 0; t < row_bytes.size(); ++t) {
-    step.rows[t] = take(step.most_tokens * row_bytes[t]);
+    step.rows[t] = take(next, step.most_tokens * row_bytes[t]);
   }
-  step.results = take(result_bytes);
   return next;
+}
+
+/// Places what is added, so that it ends where the arena does. Returns its bytes.
+std::int64_t place_results(PeerStep& step, std::int64_t arena_bytes, std::int64_t result_bytes) {
+  std::int64_t bytes = 0;
+  const std::int64_t results = take(bytes, result_bytes);
+  const std::int64_t own_ids =
+      take(bytes, step.most_tokens * step.topk * std::int64_t{sizeof(std::int32_t)});
+  bytes = core::round_up(bytes, kAlignment);
+  const std::int64_t begin = arena_bytes / kAlignment * kAlignment - bytes;
+  step.results = begin + results;
+  step.own_ids = begin + own_ids;
+  return bytes;
+}
+
+/// Rows that are left for a rank's tokens.
+std::int64_t num_results(std::int64_t num_ranks, const PeerStep& step, bool per_slot) {
+  return step.most_tokens * (per_slot ? step.topk : num_ranks);
 }
 
 std::int64_t row_bytes(const TensorView& rows) {
@@ -59,21 +77,20 @@ PeerRows::PeerRows(const RankRules& rules, const StepSizes& sizes, void* memory)
     travel.push_back(row_bytes(each));
     step_.row_bytes += travel.back();
   }
-  const std::int64_t results = ranks * most * (rules.per_slot() ? topk : 1);
-  place_parts(step_, ranks, travel, fusedmoe::bytes(rules.combine_dtype, results * sizes.hidden));
+  place_published(step_, ranks, travel);
+  const std::int64_t result_bytes = fusedmoe::bytes(rules.combine_dtype, sizes.hidden);
+  place_results(step_, static_cast<std::int64_t>(peers().bytes()),
+                num_results(ranks, step_, rules.per_slot()) * result_bytes);
+  targets_ = peers().targets(step_, result_bytes, rules.per_slot());
   std::byte* const arena = peers().own();
   own_.place(arena + step_.rows[0], arena + step_.rows[1]);
   received_.ids = TensorView(arena + step_.ids, DType::kI32, {ranks * most, topk}, rules.device);
   received_.weights =
       TensorView(arena + step_.weights, DType::kF32, {ranks * most, topk}, rules.device);
-  own_ids_ = received_.ids.slice(0, rules.rank * most, rules.rank * most + sizes.num_tokens);
   if (sizes.beside) sources_ = peers().sources(step_, travel);
-  output_ =
-      TensorView(arena + step_.results, rules.combine_dtype, {results, sizes.hidden}, rules.device);
 }
 
-std::size_t PeerRows::arena_bytes(const MoeConfig& config, const RankOptions& ranks,
-                                  int num_ranks) {
+PeerBytes PeerRows::arena_bytes(const MoeConfig& config, const RankOptions& ranks, int num_ranks) {
   const bool per_slot = config.combine == CombineMode::kPerSlot;
   const DType combine = per_slot ? DType::kF32 : ranks.combine_dtype.value_or(config.dtype);
   std::array<std::int64_t, PeerStep::kMostTensors> travel{
@@ -86,10 +103,12 @@ std::size_t PeerRows::arena_bytes(const MoeConfig& config, const RankOptions& ra
   PeerStep step;
   step.most_tokens = ranks.max_tokens_per_rank;
   step.topk = config.topk;
+  PeerBytes bytes;
+  bytes.published = static_cast<std::size_t>(place_published(step, num_ranks, travel));
   const std::int64_t results =
-      num_ranks * step.most_tokens * (per_slot ? config.topk : 1) * config.hidden;
-  return static_cast<std::size_t>(
-      place_parts(step, num_ranks, travel, fusedmoe::bytes(combine, results)));
+      num_results(num_ranks, step, per_slot) * fusedmoe::bytes(combine, config.hidden);
+  bytes.results = static_cast<std::size_t>(place_results(step, 0, results)) + kAlignment;
+  return bytes;
 }
 
 /// All ranks fetch what they need, so nothing is counted.
@@ -131,6 +150,13 @@ void PeerRows::expand_slots(ForwardArgs& args) {
 }
 
 void PeerRows::give_back(const ForwardArgs& args) {
+  if (!row_targets()) {
+    const std::int64_t rows = args.fused_output.size(0);
+    const TensorView ids(const_cast<void*>(received_.ids.data()), DType::kI32,
+                         {rows, rules_.per_slot() ? 1 : sizes_.topk}, rules_.device);
+    peers().leave({args.fused_output, ids, rules_.expert_map, rules_.num_local_experts}, targets_,
+                  args.stream);
+  }
   if (!args.undivided) peers().tell_results(step_, args.stream);
 }
 
@@ -140,7 +166,6 @@ void PeerRows::sum(const ForwardArgs& args) {
   sum.output = reduce.output;
   sum.accumulate = reduce.accumulate;
   sum.results = rules_.combine_dtype;
-  sum.ids = own_ids_;
   sum.physical_ranks = rules_.physical_ranks;
   sum.per_slot = rules_.per_slot();
   if (!reduce.router_weight_on_input) sum.weights = args.topk_weights;

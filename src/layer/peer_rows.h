@@ -1,6 +1,7 @@
 // Rows between the GPUs of one host, which read each other's memory: each rank publishes its rows,
 // and the others fetch those that name one of their experts. Nothing is counted, packed or sent.
-// Experts leave what they compute where the rank that the tokens came from reads and adds it.
+// Experts leave what they compute in the memory of the rank that the tokens came from, which adds
+// it.
 #pragma once
 
 #include <optional>
@@ -14,13 +15,16 @@ class PeerRows final : public RankStep {
  public:
   PeerRows(const RankRules& rules, const StepSizes& sizes, void* memory);
 
-  /// Bytes of the arena of each of `num_ranks` ranks that steps of such a layer need at most.
-  static std::size_t arena_bytes(const MoeConfig& config, const RankOptions& ranks, int num_ranks);
+  /// What steps of such a layer need at most in the arena of each of `num_ranks` ranks.
+  static PeerBytes arena_bytes(const MoeConfig& config, const RankOptions& ranks, int num_ranks);
 
  private:
   void send(const RowTensors& own, const ForwardArgs& args) override;
   void receive(Stream stream) override;
   const RowSources* row_sources() const override { return sources_ ? &*sources_ : nullptr; }
+  const RowTargets* row_targets() const override {
+    return sizes_.read.to_targets ? &targets_ : nullptr;
+  }
   void expand_slots(ForwardArgs& args) override;
   void give_back(const ForwardArgs& args) override;
   void sum(const ForwardArgs& args) override;
@@ -31,7 +35,7 @@ class PeerRows final : public RankStep {
 
   PeerStep step_;
   std::optional<RowSources> sources_;  // of rows that come beside the experts
-  TensorView own_ids_;                 // (num_tokens, topk) i32, in the arena: of physical experts
+  RowTargets targets_;                 // of what the experts leave
 };
 
 }  // namespace fusedmoe::layer

@@ -287,6 +287,7 @@ Preparation make_preparation(const ExpertsDescriptor& experts, const QuantScheme
   preparation.apply_router_weight_on_input = apply_router_weight_on_input;
   preparation.by_address = experts.reads_rows_by_address();
   preparation.from_sources = experts.reads_row_sources();
+  preparation.to_targets = experts.writes_row_targets();
   preparation.takes_quantized = scheme.activations && experts.takes_quantized_inputs(scheme);
   if (scheme.activations && !experts.expects_unquantized_inputs(scheme)) {
     preparation.quant = scheme.activations;

@@ -264,6 +264,7 @@ void RankStep::finish_prepare(ForwardArgs& args) {
   args.hidden_states = arrived(received_.values);
   args.row_addresses = received_at_;
   args.row_sources = row_sources();
+  args.row_targets = row_targets();
   args.output_memory = output_.data();
   if (rules_.hooks) tell_origins(args, arrived(received_.numbers), recv_counts_);
   if (received_.scales) args.hidden_scales = arrived(received_.scales);

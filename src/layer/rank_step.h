@@ -91,6 +91,8 @@ class RankStep : public TransportStep {
   virtual void receive(Stream) {}
   /// Where received rows still lie: ForwardArgs::row_sources. Null: they have come.
   virtual const RowSources* row_sources() const { return nullptr; }
+  /// Where what the experts compute goes: ForwardArgs::row_targets. Null: to one place.
+  virtual const RowTargets* row_targets() const { return nullptr; }
   /// A row for each slot that names an expert of this rank, with weight 1: what the experts then
   /// leave are their rows themselves.
   virtual void expand_slots(ForwardArgs& args);

@@ -282,7 +282,7 @@ std::size_t Selection::peer_bytes(const RankOptions& ranks) const {
       layer::choose_rows(rank_costs(), config, ranks,
                          core::placement_of(ranks.placement, config.num_experts, num_all), {})
           .combine;
-  return layer::PeerRows::arena_bytes(chosen, ranks, num_ranks);
+  return layer::PeerRows::arena_bytes(chosen, ranks, num_ranks).all();
 }
 
 std::size_t Selection::peer_bytes(const RankOptions& ranks, int num_ranks) const {

@@ -70,6 +70,12 @@ void check_prepared_rows(const Experts& experts, const ForwardArgs& args) {
                                           "place",
                                           descriptor.name()));
   }
+  if (args.row_targets && (!descriptor.writes_row_targets() || experts.batched())) {
+    throw Error::unsupported(Reason::kOperation, "row_targets",
+                             core::format("row_targets are given to {}, which write rows to one "
+                                          "place",
+                                          descriptor.name()));
+  }
   DType dtype = config.dtype;
   std::int64_t columns = config.hidden;
   if (quantized) {

@@ -1,9 +1,9 @@
 // Memory on the GPUs of one host that the kernels of all ranks map: the block of each rank is its
 // *arena*. Rows travel in four calls for each step of a layer: publish() own rows, pull() those of
-// others, tell_results() when the experts are done, sum() what they left. Where sum() follows the
-// experts at once it also tells the results. Ranks that have the same tokens add their parts of
-// each by add_parts(). The host waits in none of them, and a CUDA graph can record all. What the
-// ranks tell each other is in cuda/peers/protocol.h.
+// others, tell_results() when the experts have left theirs at targets(), sum() what all have left
+// here. Where sum() follows the experts at once it also tells the results. Ranks that have the same
+// tokens add their parts of each by add_parts(). The host waits in none of them, and a CUDA graph
+// can record all. What the ranks tell each other is in cuda/peers/protocol.h.
 #pragma once
 
 #include <chrono>
@@ -24,7 +24,12 @@ namespace fusedmoe {
 
 /// What all ranks agree about in a step, and where its parts lie in every arena: bytes from the
 /// beginning. A rank publishes its own rows there, and the ids and weights of its tokens in the
-/// arenas of all.
+/// arenas of all. Its experts leave what they compute in the arena of the rank that has the token.
+///
+/// Ids, weights and rows are read from the first signals of a step to the second ones, what sum()
+/// reads is written from the first signals on. So where sizes change from step to step, neither may
+/// lie where the other lay in the step before: one is in the first bytes of an arena, the other in
+/// the last.
 struct PeerStep {
   static constexpr int kMostTensors = 2;  ///< of rows: values and scales
 
@@ -36,7 +41,10 @@ struct PeerStep {
   std::int64_t ids = 0;                  ///< (ranks, most_tokens, topk) i32, physical experts
   std::int64_t weights = 0;              ///< (ranks, most_tokens, topk) f32
   std::int64_t rows[kMostTensors] = {};  ///< (most_tokens, columns of the tensor)
-  std::int64_t results = 0;  ///< what this rank's experts leave for the tokens of all ranks
+  /// What experts leave for this rank's tokens: a row of each rank for each of most_tokens, or with
+  /// rows per slot one for each slot.
+  std::int64_t results = 0;
+  std::int64_t own_ids = 0;  ///< (most_tokens, topk) i32, physical experts of this rank's tokens
 };
 
 /// What a rank shows the others.
@@ -60,12 +68,19 @@ struct PulledRows {
   bool counts_slots = false;  ///< those that name an expert of this rank, for local_slots()
 };
 
+/// Rows of results that lie in one place, to be left where others add them.
+struct LeftRows {
+  TensorView rows;        ///< (num_rows, hidden), contiguous
+  TensorView ids;         ///< (num_rows, k) i32: rows that name no local expert stay
+  TensorView expert_map;  ///< as in PulledRows
+  std::int64_t num_local_experts = 0;
+};
+
 /// How a rank adds what the experts of all ranks have left for its tokens.
 struct PeerSum {
   TensorView output;  ///< (num_tokens, hidden)
   bool accumulate = false;
   DType results = DType::kF32;  ///< output has the same dtype, or f32; or results are f32
-  TensorView ids;               ///< (num_tokens, topk) i32, physical experts
   TensorView physical_ranks;    ///< (num_physical) i32
   /// True: a row of results for each slot, weighted and added in slot order. Else a row for each
   /// token, added in rank order over the ranks that have an expert of it.
@@ -133,6 +148,11 @@ class PeerMemory {
   /// each tensor that travels.
   virtual RowSources sources(const PeerStep& step,
                              std::span<const std::int64_t> row_bytes) const = 0;
+  /// Where experts leave what they compute, from pull() to tell_results(): row i for row i of those
+  /// that pull() has brought, or per slot for each of their slots. `row_bytes`: of a row.
+  virtual RowTargets targets(const PeerStep& step, std::int64_t row_bytes, bool per_slot) const = 0;
+  /// Leaves rows there that experts have left in one place.
+  virtual void leave(const LeftRows& rows, const RowTargets& targets, Stream stream) = 0;
   /// How many slots the last pull() has counted. The host waits until the ids of all ranks are
   /// here, not for rows. None: the step has failed.
   virtual std::optional<std::int64_t> local_slots(Stream stream) = 0;

@@ -1,4 +1,5 @@
-// Rows that lie in several places, as those of other ranks in peer memory do.
+// Rows that come from several places, and rows that go to several: those of other ranks lie in peer
+// memory.
 #pragma once
 
 #include <cstddef>
@@ -19,6 +20,15 @@ struct RowSources {
   std::int64_t rows_each = 0;
   std::int64_t first_row = 0;             ///< this one is row 0 of whoever reads them
   const std::uint32_t* failed = nullptr;  ///< on the device: not 0 if no rows come any more
+};
+
+/// Row i goes to row i % rows_each of target i / rows_each. Those of a target lie one after the
+/// other.
+struct RowTargets {
+  std::byte* rows[RowSources::kMost] = {};
+  std::int64_t rows_each = 0;             ///< 0: there are no targets
+  std::int64_t first_row = 0;             ///< this one is row 0 of whoever writes them
+  const std::uint32_t* failed = nullptr;  ///< on the device: not 0 if none may be written any more
 };
 
 }  // namespace fusedmoe

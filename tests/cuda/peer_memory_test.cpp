@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 #include "moe/peer_memory.h"
 #include "peer_ranks.h"
@@ -245,6 +247,59 @@ TEST_F(PeerMemoryTest, ReplaysOnAStreamForEachRankGiveTheBitsOfOtherSteps) {
         ASSERT_TRUE(bitwise_equal(to_host(outputs[r][i]), expected[r][i % kInputs]))
             << tokens << " tokens, rank " << r << ", replay " << i;
       }
+    }
+  }
+}
+
+/// Sizes say where the parts of a step lie. While rank 1 has not added the results of a small step,
+/// rank 0 publishes a large one, also in rank 1's arena.
+TEST_F(PeerMemoryTest, AStepOfAnotherSizeLeavesResultsThatAreNotAddedYet) {
+  constexpr int kSize = 2;
+  const LayerWeights weights = make_layer_weights({small_case("bf16")});
+  for (const bool batch_invariant : {false, true}) {
+    SCOPED_TRACE(batch_invariant ? "per slot" : "per rank");
+    const PeerRanks ranks(kSize, gpu_counts().back());
+    const auto layers = ranks.make(weights, kTokens, batch_invariant);
+    std::vector<PeerBuffers> small, large;
+    std::vector<OwnedStream> streams;
+    for (int r = 0; r < kSize; ++r) {
+      small.emplace_back(*layers[r], 1, kTokens);
+      large.emplace_back(*layers[r], kTokens, kTokens);
+      streams.emplace_back(layers[r]->config().device);
+      for (const PeerBuffers& each : {small[r], large[r]}) {
+        each.fill(
+            to_device(random_tensor(DType::kBF16, each.x.shape(), 1, 90 + r), each.x.device()));
+      }
+    }
+    ForwardOptions options;
+    options.fixed_sizes = true;
+    options.max_tokens = 1;
+    run_all(layers, small, options);
+    wait_for_all(layers);
+    const std::vector<Tensor> expected{to_host(small[0].output), to_host(small[1].output)};
+
+    const auto begin = [&](int r, const std::vector<PeerBuffers>& buffers, std::int64_t most) {
+      options.stream = streams[r];
+      options.max_tokens = most;
+      const PeerBuffers& own = buffers[r];
+      MoeLayer::Step step = layers[r]->begin(own.x, own.output, own.scratch(), options);
+      step.compute();
+      return step;
+    };
+    MoeLayer::Step first = begin(0, small, 1), late = begin(1, small, 1);
+    const auto sleep = [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(50)); };
+    ASSERT_EQ(cudaLaunchHostFunc(static_cast<cudaStream_t>(Stream(streams[1]).handle), sleep, {}),
+              cudaSuccess);
+    first.finish();
+    MoeLayer::Step second = begin(0, large, kTokens);
+    late.finish();
+    MoeLayer::Step last = begin(1, large, kTokens);
+    second.finish();
+    last.finish();
+    for (int r = 0; r < kSize; ++r) {
+      synchronize(streams[r]);
+      ranks.communicators[r]->check();
+      EXPECT_TRUE(bitwise_equal(to_host(small[r].output), expected[r])) << "rank " << r;
     }
   }
 }

@@ -37,7 +37,7 @@ struct Host {
   struct Arena {
     ArenaHead head;
     std::uint64_t row = 0;                   // for all to read in the return
-    std::uint64_t results[kMostPeers] = {};  // for the rank of the same number
+    std::uint64_t results[kMostPeers] = {};  // of the rank of the same number
     std::uint64_t parts[2] = {};             // of sums, by turns
     std::uint64_t totals[2] = {};            // of this rank's share, by turns
   };
@@ -130,16 +130,16 @@ class Rank {
     return true;
   }
 
-  /// A whole step: every rank reads all rows, and leaves for each a result of it.
+  /// A whole step: every rank reads all rows, and leaves for each rank a result of its row.
   bool step(const StepKey& key, std::uint64_t number) {
     Host::Arena& own = arena(peers_.rank);
     const auto publish = [&] { own.row = row(peers_.rank, number); };
     if (!pass(Round::kDispatch, key, publish)) return false;
     begin_return<TestWords>(peers_);
-    for (int from = 0; from < peers_.size; ++from) own.results[from] = arena(from).row + 1;
+    for (int of = 0; of < peers_.size; ++of) arena(of).results[peers_.rank] = arena(of).row + 1;
     if (!pass(Round::kReturn, key)) return false;
     for (int from = 0; from < peers_.size; ++from) {
-      EXPECT_EQ(arena(from).results[peers_.rank], row(peers_.rank, number) + 1);
+      EXPECT_EQ(own.results[from], row(peers_.rank, number) + 1);
     }
     return true;
   }

@@ -260,7 +260,7 @@ std::size_t peer_bytes(std::optional<CombineMode> combine) {
 
 TEST(RowChoiceTest, RowsPerSlotTakeMoreBytes) {
   EXPECT_LT(peer_bytes(kPerRank), std::size_t{40} << 20);
-  EXPECT_GT(peer_bytes(kPerSlot), std::size_t{60} << 20);
+  EXPECT_GT(peer_bytes(kPerSlot), std::size_t{45} << 20);
 }
 
 void check_file_of_the_variable() {

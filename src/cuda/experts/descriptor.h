@@ -20,6 +20,7 @@ class FamilyDescriptor final : public ExpertsDescriptor {
   bool expects_unquantized_inputs(const QuantScheme&) const override { return true; }
   bool takes_quantized_inputs(const QuantScheme& scheme) const override;
   bool reads_row_sources() const override { return family_.awaits_rows(); }
+  bool writes_row_targets() const override { return true; }
   std::string_view instruction_set() const override { return instruction_set_; }
   /// Packed blocks are the same for every family.
   std::string_view layout() const override { return "cuda"; }

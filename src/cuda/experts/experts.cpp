@@ -367,7 +367,7 @@ void CudaExperts::run_standard(const ForwardArgs& args, const Scratch& scratch,
   end.overlap_previous = !unfused;
   end.output = args.fused_output;
   end.accumulate = args.accumulate;
-  end.skips_empty = args.output_memory != nullptr;
+  if (args.row_targets) end.targets = *args.row_targets;
   end.rows = scratch.rows_out;
   end.rows_dtype = config.rows_f32 ? DType::kF32 : dtype();
   end.splits = config.splits;

@@ -175,6 +175,21 @@ class CudaPeerMemory final : public PeerMemory {
     result.failed = &context_.peers.own().dead;
     return result;
   }
+  RowTargets targets(const PeerStep& step, std::int64_t row_bytes, bool per_slot) const override {
+    RowTargets result;
+    result.rows_each = step.most_tokens * (per_slot ? step.topk : 1);
+    // Nobody else leaves a row for a slot; for a token each rank has rows of its own.
+    const std::int64_t first = per_slot ? 0 : group_.rank * step.most_tokens * row_bytes;
+    for (int rank = 0; rank < group_.size; ++rank) {
+      result.rows[rank] = arenas_->begin(rank) + step.results + first;
+    }
+    result.failed = &context_.peers.own().dead;
+    return result;
+  }
+  void leave(const LeftRows& rows, const RowTargets& targets, Stream stream) override {
+    const core::CurrentDevice current(group_.device);
+    leave_rows(rows, targets, stream);
+  }
   std::optional<std::int64_t> local_slots(Stream stream) override {
     const core::CurrentDevice current(group_.device);
     constexpr int kLooks = 1024;  // between those at the stream

@@ -1,10 +1,11 @@
 // The signals by which the ranks of one host take a step together, in memory that all of them map.
 // Host and device run the same functions: threads test on the host what kernels do.
 //
-// A step has two rounds. In the first the rows of every rank stand in its arena, in the second the
-// results of its experts. In each round a rank sends a signal to every rank and waits for theirs.
-// So nobody is through a round before all have come to it: what the others read in a round may be
-// written again behind the next one, and one buffer is enough.
+// A step has two rounds. In the first the rows of every rank stand in its arena, in the second what
+// the experts of all ranks have left there for its tokens. In each round a rank sends a signal to
+// every rank and waits for theirs. So nobody is through a round before all have come to it: rows
+// may be written again behind the second round, results behind the next first one, and one buffer
+// for each is enough.
 //
 // A sum over ranks that have the same tokens has rounds of its own. In the first every rank has
 // left its part of each token. If these are few bytes, every rank adds up all tokens, and there is

@@ -34,7 +34,7 @@ struct StepParams {
   StepKey fixed_key;               // without the placement
   const std::uint32_t* placement;  // as in PeerStep
   std::int32_t topk, most_tokens;
-  std::int64_t ids, weights;  // as in PeerStep
+  std::int64_t ids, weights, own_ids;  // as in PeerStep
 
   __device__ StepKey key() const {
     StepKey key = fixed_key;
@@ -53,6 +53,7 @@ inline StepParams step_params(const PeerContext& context, const PeerStep& step) 
   p.most_tokens = static_cast<std::int32_t>(step.most_tokens);
   p.ids = step.ids;
   p.weights = step.weights;
+  p.own_ids = step.own_ids;
   return p;
 }
 

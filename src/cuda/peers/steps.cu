@@ -104,8 +104,12 @@ struct Choice {
     const Peers& peers = s.context.peers;
     const std::int64_t row = std::int64_t{peers.rank} * s.most_tokens + token;
     const std::int64_t slot = row * s.topk + i % s.topk;
-    in_arena<std::int32_t>(peers, i / s.topk, s.ids)[slot] = p.replicas.choose(id, token);
+    const std::int32_t physical = p.replicas.choose(id, token);
+    in_arena<std::int32_t>(peers, i / s.topk, s.ids)[slot] = physical;
     in_arena<float>(peers, i / s.topk, s.weights)[slot] = weight;
+    if (i < s.topk) {
+      in_arena<std::int32_t>(peers, peers.rank, s.own_ids)[token * s.topk + i] = physical;
+    }
   }
 };
 
@@ -188,6 +192,26 @@ __device__ void count_slots(const PullParams& p) {
   own.counted = 0;
   const std::uint64_t all = atomicExch(&own.slots, 0);
   DeviceWords::store_release(p.count.word, std::uint64_t{p.count.number} << 32 | all);
+}
+
+struct LeaveParams {
+  const char* rows;
+  std::int32_t num_rows, row_bytes, k;
+  const std::int32_t* ids;
+  core::LocalExperts local_experts;
+  RowTargets targets;
+};
+/// A block for each row.
+__global__ void __launch_bounds__(RowTeam::kThreads)
+    leave_kernel(const __grid_constant__ LeaveParams p) {
+  const std::int64_t row = blockIdx.x, target = row / p.targets.rows_each;
+  bool is_local = false;
+  for (int j = 0; j < p.k; ++j) is_local |= p.local_experts(p.ids[row * p.k + j]) >= 0;
+  if (!is_local || DeviceWords::load(p.targets.failed) != 0) return;
+  char* const to = reinterpret_cast<char*>(p.targets.rows[target]) +
+                   (row - target * p.targets.rows_each) * p.row_bytes;
+  copy_units<uint4, false>(p.rows + row * p.row_bytes, to, p.row_bytes,
+                           static_cast<int>(threadIdx.x), [] { return true; });
 }
 
 /// By each warp of a team: whether a row names an expert of this rank.
@@ -323,6 +347,20 @@ void pull_rows(const PeerContext& context, const PeerStep& step, const PulledRow
   launch_teams<RowTeam>(pull_kernel, pieces, stream, overlap_previous, p);
 }
 
+void leave_rows(const LeftRows& rows, const RowTargets& targets, Stream stream) {
+  if (rows.rows.size(0) == 0) return;
+  LeaveParams p{};
+  p.rows = rows.rows.as<const char>();
+  p.num_rows = static_cast<std::int32_t>(rows.rows.size(0));
+  p.row_bytes = static_cast<std::int32_t>(bytes(rows.rows.dtype(), rows.rows.size(1)));
+  p.k = static_cast<std::int32_t>(rows.ids.size(1));
+  p.ids = rows.ids.as<const std::int32_t>();
+  p.local_experts = core::LocalExperts(rows.expert_map, rows.num_local_experts);
+  p.targets = targets;
+  launch(leave_kernel, dim3(static_cast<unsigned>(p.num_rows)), dim3(RowTeam::kThreads), 0, stream,
+         false, p);
+}
+
 void tell_results(const PeerContext& context, const PeerStep& step, Stream stream) {
   launch(tell_results_kernel, dim3(1), dim3(32), 0, stream, true, step_params(context, step));
 }
@@ -345,6 +383,7 @@ void read_words(const ArenaHead& arena, int times, std::uint32_t* sink, Stream s
 void load_step_kernels() {
   load_kernel(publish_kernel);
   load_kernel(pull_kernel);
+  load_kernel(leave_kernel);
   load_kernel(tell_results_kernel);
   load_kernel(read_arena_kernel);
   load_kernel(read_words_kernel);

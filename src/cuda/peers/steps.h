@@ -27,6 +27,7 @@ struct SlotCount {
 /// `overlap_previous`: the launch before is publish_rows() of the same step.
 void pull_rows(const PeerContext& context, const PeerStep& step, const PulledRows& rows,
                const SlotCount& count, bool overlap_previous, Stream stream);
+void leave_rows(const LeftRows& rows, const RowTargets& targets, Stream stream);
 void tell_results(const PeerContext& context, const PeerStep& step, Stream stream);
 /// What sum_results() follows: other work, behind which tell_results() was; tell_results() of the
 /// same step; or the experts, which only it then tells of.

@@ -10,7 +10,6 @@ struct SumParams {
   StepParams step;
   Output* output;
   std::int64_t output_stride, results;
-  const std::int32_t* ids;
   const std::int32_t* physical_ranks;
   const float* weights;  // null: 1
   std::int32_t num_tokens, num_physical, hidden, chunks, parts;
@@ -19,7 +18,9 @@ struct SumParams {
 
   /// The rank of a slot's expert; -1: nobody's.
   __device__ int rank_of(std::int64_t slot) const {
-    const auto id = static_cast<std::int32_t>(load_far(ids + slot));
+    const Peers& peers = step.context.peers;
+    const auto id = static_cast<std::int32_t>(
+        load_far(in_arena<const std::int32_t>(peers, peers.rank, step.own_ids) + slot));
     return id < 0 || id >= num_physical ? -1 : physical_ranks[id];
   }
   /// The ranks that have an expert of a token, as bits; with per_slot nobody needs them.
@@ -45,9 +46,9 @@ __device__ void add_chunk(const SumParams<Output>& p, int token, int column, std
     const int rank =
         p.per_slot ? p.rank_of(first_slot + part) : ((ranks >> part & 1) != 0 ? part : -1);
     if (rank < 0) return {};
-    std::int64_t row = std::int64_t{peers.rank} * s.most_tokens + token;
-    if (p.per_slot) row = row * s.topk + part;
-    return {in_arena<const Row>(peers, rank, p.results) + row * p.hidden + column,
+    const std::int64_t row =
+        p.per_slot ? first_slot + part : std::int64_t{rank} * s.most_tokens + token;
+    return {in_arena<const Row>(peers, peers.rank, p.results) + row * p.hidden + column,
             p.weights ? p.weights[first_slot + part] : 1.0f};
   });
   store_sums(sums, p.output + token * p.output_stride + column, p.accumulate);
@@ -91,7 +92,6 @@ void sum_results(const PeerContext& context, const PeerStep& step, const PeerSum
     p.output = sum.output.as<Output>();
     p.output_stride = num_tokens > 0 ? sum.output.stride(0) : hidden;
     p.results = step.results;
-    p.ids = sum.ids.as<const std::int32_t>();
     p.physical_ranks = sum.physical_ranks.as<const std::int32_t>();
     p.weights = sum.weights.as<const float>();
     p.num_tokens = static_cast<std::int32_t>(num_tokens);

@@ -20,7 +20,20 @@ struct CombineParams {
   std::int64_t hidden;
   std::int64_t output_stride;
   int topk, splits;
-  bool accumulate, skips_empty;
+  bool accumulate;
+  RowTargets targets;
+  int num_targets;  // that rows are written to in turns: no link gets all of them at once
+
+  __device__ std::int64_t token_in_turn(std::int64_t i) const {
+    return num_targets > 0 ? i % num_targets * targets.rows_each + i / num_targets : i;
+  }
+  template <typename Output>
+  __device__ Output* output_of(std::int64_t token) const {
+    if (targets.rows_each == 0) return static_cast<Output*>(output) + token * output_stride;
+    const std::int64_t row = targets.first_row + token, target = row / targets.rows_each;
+    return reinterpret_cast<Output*>(targets.rows[target]) +
+           (row - target * targets.rows_each) * output_stride;
+  }
 };
 
 /// Columns of a thread: 16 bytes of a row.
@@ -32,7 +45,7 @@ constexpr int kColumnsOf = 16 / static_cast<int>(sizeof(Row));
 template <typename Row, typename Output>
 __global__ void __launch_bounds__(kThreads, 12) combine_kernel(const CombineParams p) {
   constexpr int kBatch = 4, kColumns = kColumnsOf<Row>;
-  const std::int64_t token = blockIdx.x;
+  const std::int64_t token = p.token_in_turn(blockIdx.x);
   const std::int64_t column =
       (static_cast<std::int64_t>(blockIdx.y) * kThreads + threadIdx.x) * kColumns;
   std::int32_t row[kBatch];
@@ -88,9 +101,10 @@ __global__ void __launch_bounds__(kThreads, 12) combine_kernel(const CombinePara
       for (int i = 0; i < kColumns; ++i) sums[i] = fmaf(factor, values[j][i], sums[i]);
     }
   }
-  if (p.skips_empty && !has_rows) return;
-  auto* output = static_cast<Output*>(p.output) + token * p.output_stride + column;
-  store_sums(sums, output, p.accumulate);
+  if (p.targets.rows_each > 0) {
+    if (!has_rows || *static_cast<const volatile std::uint32_t*>(p.targets.failed) != 0) return;
+  }
+  store_sums(sums, p.output_of<Output>(token) + column, p.accumulate);
 }
 
 }  // namespace
@@ -108,13 +122,17 @@ void combine(const Combine& args, const Stream& stream) {
   p.hidden = args.output.size(1);
   p.output_stride = args.output.stride(0);
   p.accumulate = args.accumulate;
-  p.skips_empty = args.skips_empty;
+  p.targets = args.targets;
+  const std::int64_t num_tokens = args.output.size(0);
+  if (p.targets.rows_each > 0 && num_tokens % p.targets.rows_each == 0) {
+    p.num_targets = static_cast<int>(num_tokens / p.targets.rows_each);
+  }
   p.topk = static_cast<int>(args.topk);
   p.splits = args.splits;
   const auto launch_kernel = [&](auto row, auto result) {
     using Row = decltype(row);
     constexpr int kColumns = kThreads * kColumnsOf<Row>;
-    const dim3 grid(static_cast<unsigned>(args.output.size(0)),
+    const dim3 grid(static_cast<unsigned>(num_tokens),
                     static_cast<unsigned>((p.hidden + kColumns - 1) / kColumns));
     launch(combine_kernel<Row, decltype(result)>, grid, dim3(kThreads), 0, stream,
            args.overlap_previous, p);

@@ -5,6 +5,7 @@
 
 #include "fusedmoe/tensor.h"
 #include "moe/local_experts.h"
+#include "moe/row_sources.h"
 
 namespace fusedmoe::cuda {
 
@@ -15,8 +16,10 @@ struct Combine {
   /// (num_tokens, hidden), of the dtype of the rows or f32, or bf16 or f16 from rows of f32. hidden
   /// and the stride of its rows are multiples of 8; 16-byte aligned.
   TensorView output;
-  bool accumulate = false;     ///< add the sum to what the output holds, before the rounding
-  bool skips_empty = false;    ///< tokens without rows are left as they are, instead of zeros
+  bool accumulate = false;  ///< add the sum to what the output holds, before the rounding
+  /// Where rows of the output go instead, without accumulate, if there are some: those of tokens
+  /// that have rows. Of `output` only shape and dtype count then.
+  RowTargets targets;
   const void* rows = nullptr;  ///< (splits, rows, hidden); splits are added first
   DType rows_dtype = DType::kF32;
   int splits = 1;
