@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda_test.h"
@@ -225,6 +226,56 @@ TEST_F(CudaCombineTest, NoRowsAtAll) {
   args.topk = 4;
   cuda::combine(args, Stream{kGpu});
   EXPECT_TRUE(testing::bitwise_equal(to_host(output), Tensor::zeros({3, 512}, DType::kBF16)));
+}
+
+// Tokens first to first + num_tokens of those of three targets: each row goes to its place there,
+// those without an expert stay as they are, and none is written once `failed` is set.
+TEST_F(CudaCombineTest, RowsGoToSeveralTargets) {
+  constexpr std::int64_t kEach = 5, kTargets = 3, kHidden = 1016, kTokens = kTargets * kEach;
+  CombineCase spec{"", kTokens, 4, kHidden};
+  spec.missing = true;
+  CombineProblem problem(spec);
+  for (std::int64_t j = 0; j < spec.topk; ++j) {  // token 6 has no row at all
+    problem.slot_to_permuted.as<std::int32_t>()[6 * spec.topk + j] = -1;
+  }
+  const Tensor values = to_gpu(problem.values), weights = to_gpu(problem.weights);
+  const Tensor map = to_gpu(problem.slot_to_permuted), expected = problem.expected();
+  for (const bool failed : {false, true}) {
+    for (const auto& [first, num_tokens] : {std::pair{0, 15}, {0, 10}, {3, 7}}) {
+      SCOPED_TRACE(std::to_string(first) + " " + std::to_string(num_tokens));
+      const Tensor word = Tensor::zeros({1}, DType::kI32);
+      word.as<std::int32_t>()[0] = failed ? 1 : 0;
+      const Tensor failed_word = to_gpu(word);
+      std::vector<Tensor> there, wanted;
+      cuda::Combine args;
+      for (int t = 0; t < kTargets; ++t) {
+        wanted.push_back(Tensor::empty({kEach, kHidden}, DType::kBF16));
+        testing::poison(wanted.back());
+        there.push_back(to_gpu(wanted.back()));
+        args.targets.rows[t] = there.back().as<std::byte>();
+      }
+      args.targets.rows_each = kEach;
+      args.targets.first_row = first;
+      args.targets.failed = failed_word.as<const std::uint32_t>();
+      const Tensor shape_only = Tensor::empty({num_tokens, kHidden}, DType::kBF16, kGpu);
+      args.output = shape_only;
+      args.rows = values.data();
+      args.split_pitch = problem.split_pitch;
+      args.slot_to_permuted = map.slice(0, first * spec.topk, (first + num_tokens) * spec.topk);
+      args.topk_weights = weights.as<const float>() + first * spec.topk;
+      args.topk = spec.topk;
+      cuda::combine(args, Stream{kGpu});
+      for (std::int64_t token = first; !failed && token < first + num_tokens; ++token) {
+        if (token == 6) continue;
+        const TensorView row = expected.slice(0, token, token + 1);
+        std::memcpy(wanted[token / kEach].as<std::uint16_t>() + token % kEach * kHidden, row.data(),
+                    static_cast<std::size_t>(row.nbytes()));
+      }
+      for (int t = 0; t < kTargets; ++t) {
+        EXPECT_TRUE(testing::bitwise_equal(to_host(there[t]), wanted[t])) << "target " << t;
+      }
+    }
+  }
 }
 
 }  // namespace
