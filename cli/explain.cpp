@@ -150,7 +150,7 @@ class RowTimes {
       rows_.push_back(
           layer::predict_rows(rank_costs(), config, ranks, placement, path, combine, tokens_));
     };
-    if (selection.experts->reads_row_sources() && layer::may_come_beside_experts(config)) {
+    if (selection.experts->reads_row_sources()) {
       saved_us_ = layer::saved_beside_experts(rank_costs(), config, ranks, placement, tokens_);
       beside_ = layer::least_beside_experts(rank_costs(), config, ranks, placement) > 0;
     }

@@ -288,8 +288,9 @@ struct ForwardArgs {
   /// the experts have run.
   const std::byte* const* row_addresses = nullptr;
   /// If it is not null, the rows of hidden_states, and of hidden_scales that come with rows, lie
-  /// there; of these only shape and dtype are read. Only for experts with reads_row_sources(). The
-  /// rows stay as they are until the experts have run.
+  /// there; of these only shape and dtype are read. Rows that the experts would quantize come
+  /// quantized. Only for experts with reads_row_sources(). The rows stay as they are until the
+  /// experts have run.
   const RowSources* row_sources = nullptr;
   TokenOrigins origins;          ///< of hidden_states, where there are hooks
   TensorView expert_num_tokens;  ///< (E) i32: rows that are real; batched format only

@@ -101,7 +101,8 @@ StepSizes::StepSizes(const RankRules& rules, const ProblemSize& caller, const Pr
       by_address(read.by_address && !rules.hooks && !converts &&
                  (way == RowWay::kInPlace || (way == RowWay::kHostMessages && !to_all))),
       beside(way == RowWay::kPeerMemory && read.from_sources && !converts &&
-             rules.beside_from > 0 && max_tokens >= rules.beside_from) {
+             (sent.quant || !rules.activations) && rules.beside_from > 0 &&
+             max_tokens >= rules.beside_from) {
   if (rules.receive_capacity > 0 && !fixed) capacity = std::min(capacity, rules.receive_capacity);
   // A rank's own rows lie there too, even where it has no experts.
   if (to_all) capacity = std::max(capacity, max_tokens);

@@ -107,37 +107,39 @@ PredictedRows predict_rows(const RankCosts& costs, const MoeConfig& config,
   return {path, combine, step.dispatch_us, step.combine_us, step.quantize_us};
 }
 
-double saved_beside_experts(const RankCosts& costs, const MoeConfig& config,
-                            const RankOptions& options, const ExpertPlacement& placement,
-                            std::int64_t tokens_per_rank) {
+std::optional<double> saved_beside_experts(const RankCosts& costs, const MoeConfig& config,
+                                           const RankOptions& options,
+                                           const ExpertPlacement& placement,
+                                           std::int64_t tokens_per_rank) {
+  if (config.combine == kPerSlot) return {};
+  if (bytes(config.dtype, config.hidden) > RowSources::kMostRowBytes) return {};
   const PredictedRows before = predict_rows(costs, config, options, placement, RowPath::kPeerMemory,
                                             kPerRank, tokens_per_rank);
+  const bool quantized = before.quantize_us > 0;
+  if (config.scheme.activations && !quantized) return {};
   const double link_us =
       before.dispatch_us - before.quantize_us - costs.peer_memory.dispatch.floor_us;
   const auto rows = static_cast<double>(tokens_per_rank * config.topk);  // of a rank's experts
-  return link_us - costs.beside_experts.us(
-                       rows * static_cast<double>(sent_row_bytes(config, before.quantize_us > 0)));
-}
-
-bool may_come_beside_experts(const MoeConfig& config) {
-  return config.combine != kPerSlot &&
-         bytes(config.dtype, config.hidden) <= RowSources::kMostRowBytes;
+  return link_us -
+         costs.beside_experts.us(rows * static_cast<double>(sent_row_bytes(config, quantized)));
 }
 
 std::int64_t least_beside_experts(const RankCosts& costs, const MoeConfig& config,
                                   const RankOptions& options, const ExpertPlacement& placement) {
-  const std::int64_t most = options.max_tokens_per_rank;
-  if (!may_come_beside_experts(config) || most == 0) return 0;
-  // What is saved grows by as much with each token, from -floor_us on: by less where so many tokens
-  // travel quantized.
+  MoeConfig quantized = config;
+  std::int64_t least = 1;
+  if (may_travel_quantized(config)) {
+    quantized.dispatch_dtype = config.scheme.activations->value;
+    least = least_quantized(costs, config, options, placement);
+  }
+  const std::optional<double> saved_us =
+      saved_beside_experts(costs, quantized, options, placement, 1);
+  if (!saved_us || least == 0) return 0;
+  // It grows by as much with each token, from -floor_us on.
   const double floor_us = costs.beside_experts.floor_us;
-  const auto least_as = [&](std::int64_t tokens) {
-    const double saved_us = saved_beside_experts(costs, config, options, placement, tokens);
-    return fewest_tokens(floor_us, (saved_us + floor_us) / static_cast<double>(tokens), most);
-  };
-  const std::int64_t least = least_as(most);
-  if (least == 0 || least >= least_quantized(costs, config, options, placement)) return least;
-  return least_as(1);
+  const std::int64_t fewest =
+      fewest_tokens(floor_us, *saved_us + floor_us, options.max_tokens_per_rank);
+  return fewest == 0 ? 0 : std::max(fewest, least);
 }
 
 RowChoice choose_rows(const RankCosts& costs, const MoeConfig& config, const RankOptions& options,

@@ -39,15 +39,14 @@ bool may_travel_quantized(const MoeConfig& config);
 std::int64_t least_quantized(const RankCosts& costs, const MoeConfig& config,
                              const RankOptions& options, const ExpertPlacement& placement);
 
-/// Whether rows of the layer can come while the experts have begun: those that go back per slot,
-/// and wide ones, come before.
-bool may_come_beside_experts(const MoeConfig& config);
-/// What such a forward through peer memory saves, with sums per rank, if the experts begin while
-/// rows still come: the link's time for these, less what the experts lose to the few
-/// multiprocessors that bring them. Negative: rows had better come first.
-double saved_beside_experts(const RankCosts& costs, const MoeConfig& config,
-                            const RankOptions& options, const ExpertPlacement& placement,
-                            std::int64_t tokens_per_rank);
+/// What such a forward through peer memory saves if the experts begin while rows still come: the
+/// link's time for these, less what the experts lose to the few multiprocessors that bring them.
+/// Negative: rows had better come first. None: they must, as they are wide, go back per slot, or
+/// are quantized by the experts.
+std::optional<double> saved_beside_experts(const RankCosts& costs, const MoeConfig& config,
+                                           const RankOptions& options,
+                                           const ExpertPlacement& placement,
+                                           std::int64_t tokens_per_rank);
 /// From how many tokens on that saves time; 0: with none. Ranks may differ in it: the others see no
 /// difference.
 std::int64_t least_beside_experts(const RankCosts& costs, const MoeConfig& config,

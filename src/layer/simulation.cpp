@@ -333,7 +333,7 @@ RankCosts default_rank_costs() {
           .all2all = {{17.8, 250e3, two}, {20.5, 242e3, two}, {20.5, 242e3, slots}},
           .allgather_reducescatter = {{18.2, 250e3, two}, {9.6, 233e3, two}, {9.6, 233e3, slots}},
           .between_hosts = {24, 42e3, "assumed: what explains DeepEP's table of H800"},
-          .beside_experts = {70, 2.2e6, "measured: two and four H200, FP8 with block scales"},
+          .beside_experts = {45, 15e6, "measured: two H200, E4M3 rows"},
           .quantize = {7, 3e6, "measured: two and four H200, FP8 with block scales"},
           .experts = {3.95e6, 924e6, "measured: one H200, FP8 with block scales"}};
 }

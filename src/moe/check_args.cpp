@@ -70,6 +70,11 @@ void check_prepared_rows(const Experts& experts, const ForwardArgs& args) {
                                           "place",
                                           descriptor.name()));
   }
+  if (args.row_sources && scheme.activations && !args.hidden_scales) {
+    throw Error::unsupported(Reason::kOperation, "row_sources",
+                             "row_sources of rows that are not quantized are given to experts that "
+                             "quantize rows");
+  }
   if (args.row_targets && (!descriptor.writes_row_targets() || experts.batched())) {
     throw Error::unsupported(Reason::kOperation, "row_targets",
                              core::format("row_targets are given to {}, which write rows to one "

@@ -58,12 +58,12 @@ inline void use_rank_costs(const RankCosts& costs) {
   std::filesystem::remove(path);
 }
 
-/// The same, not quantized unless that is asked for. `floor_us`: what it costs, where a byte takes
-/// the link a microsecond.
+/// The same, of rows that are quantized wherever they can. `floor_us`: what it costs, where a byte
+/// takes the link a microsecond.
 inline void bring_rows_beside_experts(double floor_us) {
   RankCosts costs = default_rank_costs();
   costs.peer_memory.dispatch.bytes_per_us = 1;
-  costs.quantize.floor_us = 1e12;
+  costs.quantize = {1e-3, 1e6, ""};
   costs.beside_experts = {floor_us, 1e6, ""};
   use_rank_costs(costs);
 }

@@ -111,26 +111,29 @@ TEST(QuantizedRowsTest, ExpertsMustQuantizeEachRowByItself) {
   EXPECT_FALSE(may_changed([](auto& config) { config.device = {}; }));
 }
 
-/// The experts could begin beside rows in bf16 of fewer tokens than beside E4M3, which come sooner.
-TEST(QuantizedRowsTest, RowsBesideTheExpertsAreThoseThatTravel) {
+/// Rows that the experts quantize come before them.
+TEST(QuantizedRowsTest, RowsBesideTheExpertsAreThoseThatTravelQuantized) {
   const auto beside = [](const RankCosts& costs, std::optional<DType> dtype,
-                         std::int64_t most = kMost) {
-    MoeConfig config = rank_config(4, "fp8_block");
+                         std::int64_t most = kMost, const char* scheme = "fp8_block") {
+    MoeConfig config = rank_config(4, scheme);
     config.dispatch_dtype = dtype;
     return layer::least_beside_experts(costs, config, options_of(most), placement_of(config));
   };
   RankCosts costs = default_rank_costs();
-  const std::int64_t bf16 = beside(costs, DType::kBF16), e4m3 = beside(costs, DType::kE4M3);
-  EXPECT_GT(e4m3, 3 * bf16 / 2);
+  const std::int64_t e4m3 = beside(costs, DType::kE4M3);
+  EXPECT_GT(e4m3, 0);
+  EXPECT_EQ(beside(costs, DType::kBF16), 0);
+  EXPECT_EQ(beside(costs, {}, kMost, "nvfp4"), 0);
   EXPECT_EQ(beside(costs, {}), e4m3);
   EXPECT_EQ(beside(costs, {}, e4m3 - 1), 0);
-  costs.quantize.floor_us = 1e9;
-  EXPECT_EQ(beside(costs, {}), bf16);
-  // From the middle on rows are quantized, but of more tokens than the experts need for either.
   costs.quantize.floor_us = 150;
-  EXPECT_EQ(beside(costs, {}), bf16);
   const MoeConfig config = rank_config(4, "fp8_block");
-  EXPECT_GT(layer::least_quantized(costs, config, options_of(), placement_of(config)), e4m3);
+  const std::int64_t quantized =
+      layer::least_quantized(costs, config, options_of(), placement_of(config));
+  EXPECT_GT(quantized, e4m3);
+  EXPECT_EQ(beside(costs, {}), quantized);
+  costs.quantize.floor_us = 1e9;
+  EXPECT_EQ(beside(costs, {}), 0);
 }
 
 /// The rules of a layer that takes peer memory up to 4000 tokens, and quantizes from 300 on.

@@ -15,7 +15,7 @@
 
 namespace fusedmoe::cuda {
 
-inline constexpr int kGatherBlocks = 24, kMostGatherWarps = 32;
+inline constexpr int kGatherBlocks = 48, kMostGatherWarps = 32;
 
 /// As in GatheredRows.
 struct GatherParams {
@@ -105,9 +105,9 @@ __device__ inline void count_rows(const GatherParams& p, const std::int32_t* row
   }
 }
 
-/// write(values, scales, token), by a warp, makes of a row in shared memory what the rows of the
-/// token's slots become, in place of `values`, and writes their scales. It returns the bytes to be
-/// copied, a multiple of 16, or 0 if it has written the rows itself.
+/// write(values, scales, token), by a warp, writes the scales of a row in shared memory to the rows
+/// of the token's slots. It returns the bytes of the values that these get, too, a multiple of 16;
+/// or 0 if it has written what they become.
 template <typename Write>
 __global__ void __launch_bounds__(32 * kMostGatherWarps, 1)
     gather_rows_kernel(const __grid_constant__ GatherParams p,
@@ -144,11 +144,11 @@ __global__ void __launch_bounds__(32 * kMostGatherWarps, 1)
       __syncwarp();
       wait_for_bulk(full, phase);
       phase ^= 1;
-      const int made_bytes = write(values, scales, token);
+      const int copied_bytes = write(values, scales, token);
       fence_bulk_shared();
       __syncwarp();
-      for (int j = lane; made_bytes > 0 && j < p.topk; j += 32) {
-        if (rows[j] >= 0) bulk_store(p.to + rows[j] * p.to_pitch, values, made_bytes);
+      for (int j = lane; copied_bytes > 0 && j < p.topk; j += 32) {
+        if (rows[j] >= 0) bulk_store(p.to + rows[j] * p.to_pitch, values, copied_bytes);
       }
       wait_for_bulk_stores();
     }
@@ -160,23 +160,9 @@ __global__ void __launch_bounds__(32 * kMostGatherWarps, 1)
 #endif
 }
 
-/// By a warp: number g of a row's scales, scale(g), to those of the rows of a token's slots.
-template <typename Scale>
-__device__ __forceinline__ void scales_to_slots(const Scale& scale, int count, float* to,
-                                                std::int64_t pitch, const std::int32_t* rows,
-                                                int topk) {
-  for (int g = static_cast<int>(threadIdx.x % 32); g < count; g += 32) {
-    const float value = scale(g);
-    for (int j = 0; j < topk; ++j) {
-      if (rows[j] >= 0) to[g * pitch + rows[j]] = value;
-    }
-  }
-}
-
-/// Launches it. `made_scales`: bytes that write() needs for scales that do not come.
 template <typename Write>
 RowArrivals launch_gather(const Write& write, const GatheredRows& from, std::int64_t topk, void* to,
-                          std::int64_t to_pitch, std::int64_t made_scales, const Stream& stream) {
+                          std::int64_t to_pitch, const Stream& stream) {
   constexpr std::int64_t kUnit = 16;
   const RowSources& sources = from.sources;
   GatherParams p{};
@@ -189,8 +175,7 @@ RowArrivals launch_gather(const Write& write, const GatheredRows& from, std::int
   p.to_pitch = to_pitch;
   p.topk = static_cast<int>(topk);
   p.scales_offset = static_cast<int>(core::round_up(sources.value_bytes, kUnit));
-  p.barrier_offset = p.scales_offset + static_cast<int>(core::round_up(
-                                           std::max(sources.scale_bytes, made_scales), kUnit));
+  p.barrier_offset = p.scales_offset + static_cast<int>(core::round_up(sources.scale_bytes, kUnit));
   p.stage_bytes = p.barrier_offset + static_cast<int>(kUnit);
   const auto fit = static_cast<int>(limits_of(stream.device).block_shared_bytes / p.stage_bytes);
   const int warps = std::clamp(fit, 1, kMostGatherWarps);

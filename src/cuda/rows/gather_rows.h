@@ -18,10 +18,10 @@ struct GatheredRows {
   std::int32_t* arrivals;  ///< RowArrivals::counts, all zero
 };
 
-/// As permute_rows() and permute_codes() for families that await rows, but that rows come from the
-/// sources: where `args` says that they lie does not count. By few thread blocks, which let the
-/// next launch begin when the launch before has ended: LaunchOrder::kBesideArrivals, with what is
-/// returned.
+/// As permute_rows() of copies and permute_codes() for families that await rows, but that rows come
+/// from the sources: where `args` says that they lie does not count. By few thread blocks, which
+/// let the next launch begin when the launch before has ended: LaunchOrder::kBesideArrivals, with
+/// what is returned.
 RowArrivals gather_rows(const PermuteRows& args, const GatheredRows& from, const Stream& stream);
 RowArrivals gather_codes(const CodedRows& args, const QuantKey& key, std::int64_t columns,
                          const GatheredRows& from, const Stream& stream);

@@ -54,14 +54,19 @@ bool launch_copy(const PermuteRows& args, const Stream& stream) {
   return true;
 }
 
-/// Row `from` to the rows of the token's slots, by so many warps.
+/// Warps share the spans of a token's row among themselves and blockIdx.y.
 template <RowKind kKind>
-__device__ __forceinline__ void quantize_to_slots(const PermuteRows& p, const RowTransform& t,
-                                                  std::int64_t from, std::int64_t token,
-                                                  float scale, int warp, int warps) {
+__global__ void __launch_bounds__(kThreads) quantize_permuted_kernel(const PermuteRows p) {
+  const RowTransform& t = p.rows;
+  const std::int64_t token = blockIdx.x;
   const int lane = static_cast<int>(threadIdx.x % 32);
-  for (int first = warp * kSpanUnits; first < units_of(t); first += warps * kSpanUnits) {
-    const uint4 raw = read_unit(t, from, first + lane);
+  const int warp = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x / 32);
+  let_next_launch_begin();
+  wait_for_previous_launch();
+  const float scale = scale_of_row<kKind, kWarps>(t, token);
+  const int step = static_cast<int>(gridDim.y) * kWarps * kSpanUnits;
+  for (int first = warp * kSpanUnits; first < units_of(t); first += step) {
+    const uint4 raw = read_unit(t, token, first + lane);
     Converted value{};
     if (!t.differ_by_expert()) value = convert_unit<kKind>(t, raw, 0, scale);
     for (int j = 0; j < static_cast<int>(p.topk); ++j) {
@@ -74,67 +79,11 @@ __device__ __forceinline__ void quantize_to_slots(const PermuteRows& p, const Ro
   }
 }
 
-/// Warps share the spans of a token's row among themselves and blockIdx.y.
-template <RowKind kKind>
-__global__ void __launch_bounds__(kThreads) quantize_permuted_kernel(const PermuteRows p) {
-  const std::int64_t token = blockIdx.x;
-  const int warp = static_cast<int>(blockIdx.y) * kWarps + static_cast<int>(threadIdx.x / 32);
-  let_next_launch_begin();
-  wait_for_previous_launch();
-  const float scale = scale_of_row<kKind, kWarps>(p.rows, token);
-  quantize_to_slots<kKind>(p, p.rows, token, token, scale, warp,
-                           static_cast<int>(gridDim.y) * kWarps);
-}
-
 /// For gather_rows_kernel().
-template <RowKind kKind>
-struct WriteToSlots {
-  PermuteRows p;
-
-  __device__ int operator()(char* values, char* scales, std::int64_t token) const {
-    const int row_bytes = static_cast<int>(p.rows.row_bytes);
-    if constexpr (kKind == RowKind::kCopy) return row_bytes;
-    RowTransform t = p.rows;
-    t.rows = values;
-    const float scale = scale_of_row<kKind>(t, 0);
-    const int made_bytes = kKind < RowKind::kFp8 ? row_bytes : row_bytes / 2;
-    if (t.differ_by_expert() || made_bytes % 16 != 0) {
-      quantize_to_slots<kKind>(p, t, 0, token, scale, 0, 1);
-      return 0;
-    }
-    RowTransform made = t;
-    made.to = values;
-    if (t.scales) made.scales = reinterpret_cast<float*>(scales);
-    made.scale_pitch = 1;
-    for (int first = 0; first < units_of(t); first += kSpanUnits) {
-      const int unit = first + static_cast<int>(threadIdx.x % 32);
-      const Converted value = convert_unit<kKind>(t, read_unit(t, 0, unit), 0, scale);
-      __syncwarp();  // what is made is shorter than what is read
-      write_unit<kKind>(made, 0, unit, value);
-    }
-    if (t.makes_codes() && t.scales) {
-      __syncwarp();
-      scales_to_slots([&](int g) { return made.scales[g]; }, scales_of(t), t.scales, t.scale_pitch,
-                      p.slot_to_row + token * p.topk, static_cast<int>(p.topk));
-    }
-    return made_bytes;
-  }
-  /// Of a row of codes.
-  __host__ __device__ static int scales_of(const RowTransform& t) {
-    constexpr std::int64_t kGroupBytes = kGroupLanes * kUnitBytes;
-    return t.fp8.scale != Fp8Quantizer::Scale::kGroup
-               ? 1
-               : static_cast<int>((t.row_bytes + kGroupBytes - 1) / kGroupBytes);
-  }
+struct CopyToSlots {
+  int row_bytes;
+  __device__ int operator()(char*, char*, std::int64_t) const { return row_bytes; }
 };
-template <RowKind kKind>
-RowArrivals gather(const PermuteRows& args, const GatheredRows& from, const Stream& stream) {
-  using Write = WriteToSlots<kKind>;
-  const RowTransform& rows = args.rows;
-  const std::int64_t made_scales =
-      rows.makes_codes() ? std::int64_t{sizeof(float)} * Write::scales_of(rows) : 0;
-  return launch_gather(Write{args}, from, args.topk, rows.to, rows.to_pitch, made_scales, stream);
-}
 
 template <RowKind kKind>
 __global__ void __launch_bounds__(kThreads) transform_rows_kernel(const TransformRows p) {
@@ -229,18 +178,9 @@ void permute_rows(const PermuteRows& args, const Stream& stream) {
 }
 
 RowArrivals gather_rows(const PermuteRows& args, const GatheredRows& from, const Stream& stream) {
-  switch (args.rows.kind) {
-    case RowKind::kCopy:
-      return gather<RowKind::kCopy>(args, from, stream);
-    case RowKind::kQuantizeAndDecode:
-      return gather<RowKind::kQuantizeAndDecode>(args, from, stream);
-    case RowKind::kFp8:
-      if (!needs_amax(args.rows)) return gather<RowKind::kFp8>(args, from, stream);
-      break;
-    default:
-      break;
-  }
-  throw Error::internal("such rows are not quantized one by one as they come");
+  if (args.rows.kind != RowKind::kCopy) throw Error::internal("rows that come are not quantized");
+  return launch_gather(CopyToSlots{static_cast<int>(args.rows.row_bytes)}, from, args.topk,
+                       args.rows.to, args.rows.to_pitch, stream);
 }
 
 void transform_rows(const TransformRows& args, bool overlap_previous, const Stream& stream) {

@@ -300,6 +300,19 @@ __global__ void __launch_bounds__(kThreads) permute_codes_kernel(const PermutePa
                           kThreads);
 }
 
+/// By a warp: number g of a row's scales, scale(g), to those of the rows of a token's slots.
+template <typename Scale>
+__device__ __forceinline__ void scales_to_slots(const Scale& scale, int count, float* to,
+                                                std::int64_t pitch, const std::int32_t* rows,
+                                                int topk) {
+  for (int g = static_cast<int>(threadIdx.x % 32); g < count; g += 32) {
+    const float value = scale(g);
+    for (int j = 0; j < topk; ++j) {
+      if (rows[j] >= 0) to[g * pitch + rows[j]] = value;
+    }
+  }
+}
+
 /// For gather_rows_kernel().
 template <typename Storage>
 struct CodesToSlots {
@@ -309,7 +322,7 @@ struct CodesToSlots {
     DequantizeParams from = p.from;
     from.codes = reinterpret_cast<const std::uint8_t*>(values);
     if (from.scales) from.scales = scales;
-    if (sizeof(Storage) > 1 || p.fp8_as_f16 || from.columns % 16 != 0) {
+    if (sizeof(Storage) > 1 || from.columns % 16 != 0) {
       codes_to_slots<Storage>(p, from, 0, token, static_cast<int>(threadIdx.x % 32), 32);
       return 0;
     }
@@ -426,7 +439,7 @@ RowArrivals gather_codes(const CodedRows& rows, const QuantKey& key, std::int64_
   RowArrivals arrivals;
   with_storage(rows.to_dtype, [&](auto storage) {
     arrivals = launch_gather(CodesToSlots<decltype(storage)>{params}, from, rows.topk, rows.to,
-                             rows.to_pitch, 0, stream);
+                             rows.to_pitch, stream);
   });
   return arrivals;
 }
