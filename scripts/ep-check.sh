@@ -80,6 +80,8 @@ if wants tests; then
     FUSEDMOE_TEST_EXPERTS=sm80 step "$test, sm80" \
       within "$test_seconds" "$build/tests/$test" --gtest_brief=1
   done
+  FUSEDMOE_TEST_EXPERTS=sm80 step "cuda_peer_quantized_test, sm80" \
+    within "$test_seconds" "$build/tests/cuda_peer_quantized_test" --gtest_brief=1
 fi
 if wants bench; then
   for ranks in 2 4 8; do

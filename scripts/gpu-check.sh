@@ -52,6 +52,8 @@ checks=(
   "memcheck|cuda_backend_test|*:-*AssignManySlots"
   "memcheck|cuda_rank_rows_test|*"
   "memcheck|cuda_peer_random_test|*/?:*/1?"
+  "memcheck|cuda_peer_quantized_test|*HoweverTheyTravel"
+  "memcheck|cuda_peer_memory_test|*LeftInOnePlace*:*AnotherSize*"
   "initcheck|cuda_peer_random_test|*/?"
   "synccheck|cuda_peer_random_test|*/?"
   "memcheck|cuda_layer_test|CudaLayerTest.*"

@@ -235,11 +235,11 @@ class FUSEDMOE_API Communicator {
   /// is not possible, the same text on all ranks; empty: it is. Then no layer of this communicator
   /// needs NCCL to move rows. Layers call it themselves, and send messages where it is not
   /// possible. As graphs hold addresses, the blocks cannot grow behind the first forward: call it
-  /// before, with the largest peer_bytes(), where larger layers are made later. Throws Error where
-  /// the ranks ask for different numbers of bytes; the communicator stays usable.
+  /// before, with the largest peer_bytes(), where larger layers are made later; of layers that
+  /// differ in more than their tokens, with the sum of theirs. Throws Error where the ranks ask for
+  /// different numbers of bytes; the communicator stays usable.
   std::string map_peers(std::size_t bytes);
-  /// The same for a layer, which calls it: the results of each layer lie behind what any of the
-  /// layers publishes.
+  /// The same, as layers call it: the results of each lie behind what any of them publishes.
   std::string map_peers(const PeerBytes& layer);
   /// Where a rank reads another's memory at less than 2 GB/s, the text that says so, the same on
   /// all ranks: map_peers() has timed that, and rows travel so all the same.

@@ -106,7 +106,8 @@ std::string Communicator::map_peers(std::size_t bytes) {
   const std::vector<std::string> states = gather(used ? "used" : "new", kWhat);
   if (std::count(states.begin(), states.end(), "used") > 0) {
     return core::format(
-        "this layer needs {} bytes of memory that the GPUs map, but layers of {} have run, and "
+        "with this layer {} bytes of memory that the GPUs map are needed, but layers of {} have "
+        "run, and "
         "graphs hold addresses in them: make the largest layer first, or call map_peers() of the "
         "communicator before any has run",
         bytes, impl.peers->bytes());
@@ -199,7 +200,7 @@ std::string Communicator::Impl::map_arenas(Communicator& communicator, std::size
   if (!reason.empty()) return reason;
   const auto timed = offer(communicator, [&]() -> std::string {
     const PeerGroup group = peer_group();
-    made = PeerMemory::make(group, options.timeout, arenas);
+    made = PeerMemory::make(group, options.timeout, arenas, bytes);
     made->time_links();
     return comm::slow_link(made->links(), rank, group.names);
   });

@@ -68,7 +68,7 @@ std::shared_ptr<PeerBlocks> PeerBlocks::make(const PeerGroup&, std::size_t) {
 }
 
 std::shared_ptr<PeerMemory> PeerMemory::make(const PeerGroup&, std::chrono::milliseconds,
-                                             std::shared_ptr<PeerBlocks>) {
+                                             std::shared_ptr<PeerBlocks>, std::size_t) {
   fail();
 }
 

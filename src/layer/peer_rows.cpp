@@ -107,7 +107,8 @@ PeerBytes PeerRows::arena_bytes(const MoeConfig& config, const RankOptions& rank
   bytes.published = static_cast<std::size_t>(place_published(step, num_ranks, travel));
   const std::int64_t results =
       num_results(num_ranks, step, per_slot) * fusedmoe::bytes(combine, config.hidden);
-  bytes.results = static_cast<std::size_t>(place_results(step, 0, results)) + kAlignment;
+  // The end of an arena need not be aligned.
+  bytes.results = static_cast<std::size_t>(place_results(step, 0, results) + kAlignment);
   return bytes;
 }
 

@@ -69,7 +69,7 @@ class RankStep : public TransportStep {
   static std::unique_ptr<RankStep> make(const RankRules& rules, const StepSizes& sizes,
                                         void* memory);
   std::size_t bytes() const { return cutter_.used(); }
-  /// That serves forwards of fewer tokens, too, whose rows may be wider.
+  /// What this forward, or one of fewer tokens, takes at most: fewer rows may be wider.
   static std::size_t workspace_bytes(const RankRules& rules, const ProblemSize& caller,
                                      const Preparation& read);
   void* memory() const { return memory_; }

@@ -75,6 +75,7 @@ void check_prepared_rows(const Experts& experts, const ForwardArgs& args) {
                              "row_sources of rows that are not quantized are given to experts that "
                              "quantize rows");
   }
+  if (args.row_targets && args.accumulate) throw Error::conflict("row_targets", "accumulate");
   if (args.row_targets && (!descriptor.writes_row_targets() || experts.batched())) {
     throw Error::unsupported(Reason::kOperation, "row_targets",
                              core::format("row_targets are given to {}, which write rows to one "

@@ -70,7 +70,7 @@ struct PulledRows {
 
 /// Rows of results that lie in one place, to be left where others add them.
 struct LeftRows {
-  TensorView rows;        ///< (num_rows, hidden), contiguous
+  TensorView rows;        ///< (num_rows, hidden), contiguous: for all rows of all targets
   TensorView ids;         ///< (num_rows, k) i32: rows that name no local expert stay
   TensorView expert_map;  ///< as in PulledRows
   std::int64_t num_local_experts = 0;
@@ -105,10 +105,11 @@ struct PeerParts {
 
 class PeerMemory {
  public:
-  /// `arenas`: mapped, of the same bytes on all ranks. `patience`: of each wait.
+  /// `arenas`: mapped, of `bytes` or more, of which each rank uses as many. `patience`: of each
+  /// wait.
   static std::shared_ptr<PeerMemory> make(const PeerGroup& group,
                                           std::chrono::milliseconds patience,
-                                          std::shared_ptr<PeerBlocks> arenas);
+                                          std::shared_ptr<PeerBlocks> arenas, std::size_t bytes);
 
   virtual ~PeerMemory() = default;
 

@@ -10,8 +10,8 @@ namespace fusedmoe {
 /// Row i is row i % rows_each of source i / rows_each. Those of a source lie one after the other.
 struct RowSources {
   static constexpr int kMost = 16;
-  /// Of a row in the dtype of the layer: several are in the shared memory of a multiprocessor at
-  /// once.
+  /// Of a row in the dtype of the layer, which codes are shorter than: several are in the shared
+  /// memory of a multiprocessor at once.
   static constexpr std::int64_t kMostRowBytes = std::int64_t{64} << 10;
 
   const std::byte* values[kMost] = {};
@@ -27,7 +27,7 @@ struct RowSources {
 struct RowTargets {
   std::byte* rows[RowSources::kMost] = {};
   std::int64_t rows_each = 0;             ///< 0: there are no targets
-  std::int64_t first_row = 0;             ///< this one is row 0 of whoever writes them
+  std::int64_t first_row = 0;             ///< that is written
   const std::uint32_t* failed = nullptr;  ///< on the device: not 0 if none may be written any more
 };
 

@@ -257,7 +257,7 @@ TEST_F(CudaCombineTest, RowsGoToSeveralTargets) {
       args.targets.rows_each = kEach;
       args.targets.first_row = first;
       args.targets.failed = failed_word.as<const std::uint32_t>();
-      const Tensor shape_only = Tensor::empty({num_tokens, kHidden}, DType::kBF16, kGpu);
+      const Tensor shape_only = Tensor::zeros({num_tokens, kHidden}, DType::kBF16, kGpu);
       args.output = shape_only;
       args.rows = values.data();
       args.split_pitch = problem.split_pitch;
@@ -274,6 +274,8 @@ TEST_F(CudaCombineTest, RowsGoToSeveralTargets) {
       for (int t = 0; t < kTargets; ++t) {
         EXPECT_TRUE(testing::bitwise_equal(to_host(there[t]), wanted[t])) << "target " << t;
       }
+      EXPECT_TRUE(testing::bitwise_equal(to_host(shape_only),
+                                         Tensor::zeros({num_tokens, kHidden}, DType::kBF16)));
     }
   }
 }

@@ -306,33 +306,35 @@ TEST_F(PeerMemoryTest, AStepOfAnotherSizeLeavesResultsThatAreNotAddedYet) {
 
 /// For experts that leave what they compute in one place.
 TEST_F(PeerMemoryTest, RowsThatWereLeftInOnePlaceGoWhereTheyAreAdded) {
-  constexpr std::int64_t kEach = 5, kRows = 2 * kEach, kColumns = 264;
-  const PeerRanks ranks(2);
-  ranks.reserve(std::size_t{1} << 20);
-  const Tensor rows = random_tensor(DType::kBF16, {kRows, kColumns}, 1, 3);
-  Tensor ids = Tensor::empty({kRows, 2}, DType::kI32);
-  std::vector<Tensor> wanted, there;
-  for (int t = 0; t < 2; ++t) wanted.push_back(Tensor::zeros({kEach, kColumns}, DType::kBF16));
-  for (std::int64_t row = 0; row < kRows; ++row) {
-    const bool is_local = row % 3 != 1;  // experts 0 and 1 are
-    ids.as<std::int32_t>()[2 * row] = row % 2 == 0 ? -1 : 3;
-    ids.as<std::int32_t>()[2 * row + 1] = is_local ? 1 : 2;
-    if (!is_local) continue;
-    copy(rows.slice(0, row, row + 1), wanted[row / kEach].slice(0, row % kEach, row % kEach + 1),
-         {});
+  constexpr std::int64_t kEach = 5, kRows = 2 * kEach;
+  for (const std::int64_t columns : {264, 90, 7}) {
+    const PeerRanks ranks(2);
+    ranks.reserve(std::size_t{1} << 20);
+    const Tensor rows = random_tensor(DType::kBF16, {kRows, columns}, 1, 3);
+    Tensor ids = Tensor::empty({kRows, 2}, DType::kI32);
+    std::vector<Tensor> wanted, there;
+    for (int t = 0; t < 2; ++t) wanted.push_back(Tensor::zeros({kEach, columns}, DType::kBF16));
+    for (std::int64_t row = 0; row < kRows; ++row) {
+      const bool is_local = row % 3 != 1;  // experts 0 and 1 are
+      ids.as<std::int32_t>()[2 * row] = row % 2 == 0 ? -1 : 3;
+      ids.as<std::int32_t>()[2 * row + 1] = is_local ? 1 : 2;
+      if (!is_local) continue;
+      copy(rows.slice(0, row, row + 1), wanted[row / kEach].slice(0, row % kEach, row % kEach + 1),
+           {});
+    }
+    const Tensor rows_there = to_gpu(rows), ids_there = to_gpu(ids);
+    const Tensor failed = Tensor::zeros({1}, DType::kI32, kGpu);
+    RowTargets targets;
+    targets.rows_each = kEach;
+    targets.failed = failed.as<const std::uint32_t>();
+    for (int t = 0; t < 2; ++t) {
+      there.push_back(Tensor::zeros({kEach, columns}, DType::kBF16, kGpu));
+      targets.rows[t] = there.back().as<std::byte>();
+    }
+    ranks.communicators[0]->peers()->leave({rows_there, ids_there, TensorView(), 2}, targets,
+                                           Stream{kGpu});
+    for (int t = 0; t < 2; ++t) EXPECT_TRUE(bitwise_equal(to_host(there[t]), wanted[t])) << t;
   }
-  const Tensor rows_there = to_gpu(rows), ids_there = to_gpu(ids);
-  const Tensor failed = Tensor::zeros({1}, DType::kI32, kGpu);
-  RowTargets targets;
-  targets.rows_each = kEach;
-  targets.failed = failed.as<const std::uint32_t>();
-  for (int t = 0; t < 2; ++t) {
-    there.push_back(Tensor::zeros({kEach, kColumns}, DType::kBF16, kGpu));
-    targets.rows[t] = there.back().as<std::byte>();
-  }
-  ranks.communicators[0]->peers()->leave({rows_there, ids_there, TensorView(), 2}, targets,
-                                         Stream{kGpu});
-  for (int t = 0; t < 2; ++t) EXPECT_TRUE(bitwise_equal(to_host(there[t]), wanted[t])) << t;
 }
 
 /// All tokens choose the experts of one rank, where there is room for twice their mean. With fewer

@@ -47,7 +47,8 @@ class SumRanks {
       for (int owner = 0; owner < size; ++owner) {
         EXPECT_TRUE(arenas[r]->map(owner, arenas[owner]->mark()));
       }
-      peers_.push_back(PeerMemory::make({gpu_of(r), r, size, names}, kPatient, arenas[r]));
+      peers_.push_back(PeerMemory::make({gpu_of(r), r, size, names}, kPatient, arenas[r],
+                                        PeerMemory::head_bytes()));
     }
   }
 

@@ -383,8 +383,8 @@ void CudaExperts::run_standard(const ForwardArgs& args, const Scratch& scratch,
 void CudaExperts::run_routed(const ForwardArgs& args) const {
   const ProblemSize problem = core::experts_problem(*this, args);
   if (problem.num_tokens == 0) return;
-  const KernelConfig config =
-      planner_.config_for(problem, args.kernel_config, rows_.are_coded(args) || args.row_sources);
+  const KernelConfig config = planner_.config_for(
+      problem, args.kernel_config, rows_.are_coded(args) || args.row_sources || args.row_targets);
   const Scratch scratch = planner_.scratch_of(problem, config, args.workspace2);
   if (batched()) return run_batched(args, scratch, config);
   if (config.one_token) {

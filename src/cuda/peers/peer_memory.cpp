@@ -69,11 +69,12 @@ bool is_at_work(Stream stream) {
 class CudaPeerMemory final : public PeerMemory {
  public:
   CudaPeerMemory(const PeerGroup& of, std::chrono::nanoseconds patience,
-                 std::shared_ptr<PeerBlocks> arenas)
+                 std::shared_ptr<PeerBlocks> arenas, std::size_t bytes)
       : group_(of),
         pinned_(core::runtime_of(of.device).allocate_pinned(sizeof(Pinned), of.device)),
         shared_(new (pinned_.get()) Pinned),
-        arenas_(std::move(arenas)) {
+        arenas_(std::move(arenas)),
+        bytes_(bytes) {
     const core::CurrentDevice current(of.device);
     load_step_kernels();
     context_.peers.rank = of.rank;
@@ -94,7 +95,7 @@ class CudaPeerMemory final : public PeerMemory {
     }
   }
 
-  std::size_t bytes() const override { return arenas_->bytes(); }
+  std::size_t bytes() const override { return bytes_; }
 
   void time_links() override {
     constexpr std::size_t kBytes = std::size_t{64} << 20;
@@ -269,6 +270,7 @@ class CudaPeerMemory final : public PeerMemory {
   const std::shared_ptr<void> pinned_;
   Pinned* const shared_;
   const std::shared_ptr<PeerBlocks> arenas_;
+  const std::size_t bytes_;
   std::vector<PeerLink> links_;  // to each rank
   PeerContext context_;
   cudaGraphNode_t recorded_ = nullptr;  // of publish() or tell_results(), whichever came last
@@ -282,8 +284,9 @@ class CudaPeerMemory final : public PeerMemory {
 
 std::shared_ptr<PeerMemory> PeerMemory::make(const PeerGroup& group,
                                              std::chrono::milliseconds patience,
-                                             std::shared_ptr<PeerBlocks> arenas) {
-  return std::make_shared<cuda::CudaPeerMemory>(group, patience, std::move(arenas));
+                                             std::shared_ptr<PeerBlocks> arenas,
+                                             std::size_t bytes) {
+  return std::make_shared<cuda::CudaPeerMemory>(group, patience, std::move(arenas), bytes);
 }
 
 }  // namespace fusedmoe

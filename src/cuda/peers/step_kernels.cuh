@@ -2,7 +2,8 @@
 //
 // Order between GPUs: whoever writes for others ends with a release of system scope (the signal),
 // whoever reads begins with an acquire (the wait), and what lies between in the same block or
-// behind it in the stream comes after. Rows of other GPUs are read past the L1.
+// behind it in the stream comes after. What other GPUs have or have written is read past the
+// L1.
 #pragma once
 
 #include <algorithm>

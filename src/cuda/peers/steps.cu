@@ -60,18 +60,24 @@ struct Travelling {
   int count;
 };
 
+/// `arena`: where they begin in an arena.
+TravellingRows rows_of(const TensorView& tensor, std::int64_t arena) {
+  TravellingRows rows{};
+  rows.here = const_cast<char*>(tensor.as<const char>());
+  rows.pitch = bytes(tensor.dtype(), tensor.stride(0));
+  rows.arena = arena;
+  rows.row_bytes = static_cast<std::int32_t>(bytes(tensor.dtype(), tensor.size(1)));
+  const auto all = reinterpret_cast<std::uintptr_t>(rows.here) |
+                   static_cast<std::uintptr_t>(rows.pitch | rows.arena | rows.row_bytes);
+  rows.unit = all % 16 == 0 ? 16 : all % 4 == 0 ? 4 : 1;
+  return rows;
+}
+
 Travelling travelling(const PeerStep& step, std::span<const TensorView> tensors) {
   Travelling result{};
   for (const TensorView& tensor : tensors) {
     const int t = result.count++;
-    TravellingRows& rows = result.tensors[t];
-    rows.here = const_cast<char*>(tensor.as<const char>());
-    rows.pitch = bytes(tensor.dtype(), tensor.stride(0));
-    rows.arena = step.rows[t];
-    rows.row_bytes = static_cast<std::int32_t>(bytes(tensor.dtype(), tensor.size(1)));
-    const auto all = reinterpret_cast<std::uintptr_t>(rows.here) |
-                     static_cast<std::uintptr_t>(rows.pitch | rows.arena | rows.row_bytes);
-    rows.unit = all % 16 == 0 ? 16 : all % 4 == 0 ? 4 : 1;
+    result.tensors[t] = rows_of(tensor, step.rows[t]);
   }
   return result;
 }
@@ -195,23 +201,24 @@ __device__ void count_slots(const PullParams& p) {
 }
 
 struct LeaveParams {
-  const char* rows;
-  std::int32_t num_rows, row_bytes, k;
+  TravellingRows rows;
   const std::int32_t* ids;
+  std::int32_t k;
   core::LocalExperts local_experts;
   RowTargets targets;
+  std::int32_t num_targets;
 };
-/// A block for each row.
+/// A block for each row. Neighbours take rows for different ranks.
 __global__ void __launch_bounds__(RowTeam::kThreads)
     leave_kernel(const __grid_constant__ LeaveParams p) {
-  const std::int64_t row = blockIdx.x, target = row / p.targets.rows_each;
+  const std::int64_t target = blockIdx.x % p.num_targets, place = blockIdx.x / p.num_targets;
+  const std::int64_t row = target * p.targets.rows_each + place;
   bool is_local = false;
   for (int j = 0; j < p.k; ++j) is_local |= p.local_experts(p.ids[row * p.k + j]) >= 0;
   if (!is_local || DeviceWords::load(p.targets.failed) != 0) return;
-  char* const to = reinterpret_cast<char*>(p.targets.rows[target]) +
-                   (row - target * p.targets.rows_each) * p.row_bytes;
-  copy_units<uint4, false>(p.rows + row * p.row_bytes, to, p.row_bytes,
-                           static_cast<int>(threadIdx.x), [] { return true; });
+  p.rows.copy<false>(p.rows.here + row * p.rows.pitch,
+                     reinterpret_cast<char*>(p.targets.rows[target]) + place * p.rows.row_bytes,
+                     static_cast<int>(threadIdx.x), [] { return true; });
 }
 
 /// By each warp of a team: whether a row names an expert of this rank.
@@ -348,16 +355,16 @@ void pull_rows(const PeerContext& context, const PeerStep& step, const PulledRow
 }
 
 void leave_rows(const LeftRows& rows, const RowTargets& targets, Stream stream) {
-  if (rows.rows.size(0) == 0) return;
+  const std::int64_t num_rows = rows.rows.size(0);
+  if (num_rows == 0) return;
   LeaveParams p{};
-  p.rows = rows.rows.as<const char>();
-  p.num_rows = static_cast<std::int32_t>(rows.rows.size(0));
-  p.row_bytes = static_cast<std::int32_t>(bytes(rows.rows.dtype(), rows.rows.size(1)));
+  p.rows = rows_of(rows.rows, 0);
   p.k = static_cast<std::int32_t>(rows.ids.size(1));
   p.ids = rows.ids.as<const std::int32_t>();
   p.local_experts = core::LocalExperts(rows.expert_map, rows.num_local_experts);
   p.targets = targets;
-  launch(leave_kernel, dim3(static_cast<unsigned>(p.num_rows)), dim3(RowTeam::kThreads), 0, stream,
+  p.num_targets = static_cast<std::int32_t>(num_rows / targets.rows_each);
+  launch(leave_kernel, dim3(static_cast<unsigned>(num_rows)), dim3(RowTeam::kThreads), 0, stream,
          false, p);
 }
 

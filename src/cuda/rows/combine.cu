@@ -69,6 +69,8 @@ __global__ void __launch_bounds__(kThreads, 12) combine_kernel(const CombinePara
   if (!p.slot_to_permuted) read_slots(0);
   wait_for_previous_launch();
   if (column >= p.hidden) return;
+  const bool failed =
+      p.targets.rows_each > 0 && *static_cast<const volatile std::uint32_t*>(p.targets.failed) != 0;
   const auto* rows = static_cast<const Row*>(p.rows) + column;
   float sums[kColumns] = {};
   bool has_rows = false;
@@ -101,9 +103,7 @@ __global__ void __launch_bounds__(kThreads, 12) combine_kernel(const CombinePara
       for (int i = 0; i < kColumns; ++i) sums[i] = fmaf(factor, values[j][i], sums[i]);
     }
   }
-  if (p.targets.rows_each > 0) {
-    if (!has_rows || *static_cast<const volatile std::uint32_t*>(p.targets.failed) != 0) return;
-  }
+  if (failed || (p.targets.rows_each > 0 && !has_rows)) return;
   store_sums(sums, p.output_of<Output>(token) + column, p.accumulate);
 }
 

@@ -107,7 +107,7 @@ __device__ inline void count_rows(const GatherParams& p, const std::int32_t* row
 
 /// write(values, scales, token), by a warp, writes the scales of a row in shared memory to the rows
 /// of the token's slots. It returns the bytes of the values that these get, too, a multiple of 16;
-/// or 0 if it has written what they become.
+/// or 0 if it has written the values, too.
 template <typename Write>
 __global__ void __launch_bounds__(32 * kMostGatherWarps, 1)
     gather_rows_kernel(const __grid_constant__ GatherParams p,
