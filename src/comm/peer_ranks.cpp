@@ -9,6 +9,7 @@
 #include "comm/communicator_impl.h"
 #include "comm/descriptors.h"
 #include "comm/peer_watch.h"
+#include "core/ceil_div.h"
 #include "core/check.h"
 #include "core/exception_text.h"
 
@@ -194,6 +195,9 @@ std::string Communicator::Impl::map_blocks(Communicator& communicator,
 
 std::string Communicator::Impl::map_arenas(Communicator& communicator, std::size_t bytes,
                                            std::shared_ptr<PeerMemory>& made) {
+  // GPUs lend memory in such pieces anyway, and a layer that needs a little more finds it.
+  bytes = static_cast<std::size_t>(
+      core::round_up(static_cast<std::int64_t>(bytes), std::int64_t{2} << 20));
   std::shared_ptr<PeerBlocks> arenas;
   std::string reason = map_blocks(
       communicator, [&] { return bytes; }, arenas);

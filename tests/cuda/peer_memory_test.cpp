@@ -18,7 +18,7 @@ TEST_F(PeerMemoryTest, RanksGiveTheOutputOfOneGpu) {
   for (const int gpus : gpu_counts()) {
     for (const int size : {2, 4, 8}) {
       const PeerRanks ranks(size, gpus);
-      ranks.reserve(std::size_t{16} << 20);
+      ranks.reserve(std::size_t{32} << 20);
       for (const char* scheme : {"bf16", "fp8_block", "mxfp4_w4a16", "w4a8", "nvfp4"}) {
         const LayerWeights weights = make_layer_weights({small_case(scheme)});
         const MoeLayer alone(weights, options_of(kGpu, false));
@@ -340,32 +340,41 @@ TEST_F(PeerMemoryTest, RowsThatWereLeftInOnePlaceGoWhereTheyAreAdded) {
 /// All tokens choose the experts of one rank, where there is room for twice their mean. With fewer
 /// tokens, rows of GEMM 2 in fp32 would take more room than what passes save.
 TEST_F(PeerMemoryTest, MoreExpertRowsThanThereIsRoomForTakeSeveralPasses) {
-  constexpr std::int64_t kMany = 8192;
-  const LayerWeights weights = make_layer_weights({small_case("bf16")});
-  const MoeLayer alone(weights, options_of(kGpu, false));
-  const PeerRanks ranks(4);
-  const auto layers = ranks.make(weights, kMany);
-  EXPECT_LT(layers[0]->workspace_bytes(kMany), layers[0]->workspace_bytes(kMany, true));
-  std::vector<PeerBuffers> buffers;
-  for (int r = 0; r < ranks.size(); ++r) {
-    const std::int64_t tokens = kMany - r;
-    buffers.emplace_back(*layers[r], tokens, kMany);
-    buffers[r].fill(random_tensor(DType::kBF16, {tokens, kHidden}, 1, 70 + r));
-    const Tensor ids = Tensor::empty({tokens, 4}, DType::kI32);
-    for (std::int64_t i = 0; i < ids.numel(); ++i) {
-      ids.as<std::int32_t>()[i] = static_cast<std::int32_t>(i % 4);  // linear: 0 1 2 3 | ...
+  const struct {
+    int ranks;
+    std::int64_t most, hidden;
+    int missing;                                            // tokens of each rank after the first
+  } cases[] = {{4, 8192, kHidden, 1}, {3, 2731, 2048, 0}};  // the last pass has one row
+  for (const auto& [size, most, hidden, missing] : cases) {
+    SCOPED_TRACE(most);
+    Case spec = small_case("bf16");
+    spec.hidden = hidden;
+    const LayerWeights weights = make_layer_weights({spec});
+    const MoeLayer alone(weights, options_of(kGpu, false));
+    const PeerRanks ranks(size);
+    const auto layers = ranks.make(weights, most);
+    EXPECT_LT(layers[0]->workspace_bytes(most), layers[0]->workspace_bytes(most, true));
+    std::vector<PeerBuffers> buffers;
+    for (int r = 0; r < size; ++r) {
+      const std::int64_t tokens = most - r * missing;
+      buffers.emplace_back(*layers[r], tokens, most);
+      buffers[r].fill(random_tensor(DType::kBF16, {tokens, hidden}, 1, 70 + r));
+      const Tensor ids = Tensor::empty({tokens, 4}, DType::kI32);
+      for (std::int64_t i = 0; i < ids.numel(); ++i) {
+        ids.as<std::int32_t>()[i] = static_cast<std::int32_t>(i % 4);  // linear: 0 1 2 3 | ...
+      }
+      copy(ids, buffers[r].ids, Stream{kGpu});
+      copy(random_tensor(DType::kF32, ids.shape(), 1, r), buffers[r].weights, Stream{kGpu});
     }
-    copy(ids, buffers[r].ids, Stream{kGpu});
-    copy(random_tensor(DType::kF32, ids.shape(), 1, r), buffers[r].weights, Stream{kGpu});
-  }
-  run_all(layers, buffers, {}, true);
-  synchronize(Stream{kGpu});
-  for (int r = 0; r < ranks.size(); ++r) {
-    const PeerBuffers& own = buffers[r];
-    const Tensor output = Tensor::empty(own.x.shape(), own.x.dtype(), kGpu);
-    const PeerBuffers scratch(alone, kMany, kMany);
-    alone.forward_routed(own.x, {own.ids, own.weights}, output, scratch.scratch());
-    expect_as_one(to_host(own.output), to_host(output), false, r);
+    run_all(layers, buffers, {}, true);
+    synchronize(Stream{kGpu});
+    for (int r = 0; r < size; ++r) {
+      const PeerBuffers& own = buffers[r];
+      const Tensor output = Tensor::empty(own.x.shape(), own.x.dtype(), kGpu);
+      const PeerBuffers scratch(alone, most, most);
+      alone.forward_routed(own.x, {own.ids, own.weights}, output, scratch.scratch());
+      expect_as_one(to_host(own.output), to_host(output), false, r);
+    }
   }
 }
 
