@@ -64,7 +64,8 @@ TEST(CSelectionTest, TellsWhatGpusLendEachOther) {
   const std::int64_t per_rank = bytes_of(4, 1000, 0, FUSEDMOE_NONE);
   const std::int64_t results = std::int64_t{4} * 1000 * 512;
   EXPECT_EQ(bytes_of(4, 1000, 1, FUSEDMOE_F32) - per_rank, results * 2);
-  EXPECT_EQ(bytes_of(4, 1000, 2, FUSEDMOE_NONE) - per_rank, results * (4 * 4 - 2));
+  // Four slots in f32 instead of a row of each of four ranks.
+  EXPECT_EQ(bytes_of(4, 1000, 2, FUSEDMOE_NONE) - per_rank, results * 4 - results * 2);
   EXPECT_EQ(bytes_of(1, 1000, 0, FUSEDMOE_NONE), 0);
   std::size_t bytes = 0;
   EXPECT_EQ(fusedmoe_selection_peer_bytes(found, 0, 1000, 0, 0, &bytes), FUSEDMOE_INVALID_ARGUMENT);

@@ -87,7 +87,7 @@ def test_ranks_connect_and_map_each_other_when_asked():
     assert fusedmoe.explain(**shape).peer_bytes(4, 1000) == 0
     there = fusedmoe.explain(**shape, device="cuda", compute_capability=90)
     more = there.peer_bytes(4, 1000, combine="per_slot") - there.peer_bytes(4, 1000)
-    assert more == 4 * 1000 * 512 * (4 * 4 - 2)
+    assert more == 1000 * 512 * (4 * 4 - 4 * 2)  # four slots in f32, not a row of each rank
     assert there.peer_bytes(4, 1000, combine_dtype="f32") > there.peer_bytes(4, 1000)
     with pytest.raises(ValueError, match="num_ranks: was 0"):
         there.peer_bytes(0, 1000)
