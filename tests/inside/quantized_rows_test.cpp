@@ -74,6 +74,21 @@ TEST(QuantizedRowsTest, RowsOfEnoughTokensAreQuantized) {
   EXPECT_EQ(least(rank_config(2, "fp8_block"), from - 1), 0);
 }
 
+/// The numbers of docs/expert-parallel.md.
+TEST(QuantizedRowsTest, AsManyTokensAsThePageSays) {
+  const struct {
+    int num_ranks;
+    std::int64_t quantized, beside;
+  } rows[] = {{2, 450, 2211}, {4, 129, 727}, {8, 72, 417}};
+  for (const auto& [num_ranks, quantized, beside] : rows) {
+    const MoeConfig config = rank_config(num_ranks, "fp8_block");
+    EXPECT_EQ(least(config), quantized);
+    EXPECT_EQ(layer::least_beside_experts(default_rank_costs(), config, options_of(),
+                                          placement_of(config)),
+              beside);
+  }
+}
+
 TEST(QuantizedRowsTest, WhatIsPredictedIsTheFaster) {
   const MoeConfig open = rank_config(4, "fp8_block");
   MoeConfig bf16 = open, e4m3 = open;
