@@ -99,9 +99,10 @@ class FUSEDMOE_API PrepareAndFinalize {
   virtual std::uint64_t layer() const { return 0; }
   /// How rows come to other ranks, or the parts of sums of ranks with the same tokens: "peer
   /// memory", "messages over nccl: <why not peer memory>"; empty: there are no other ranks. Where
-  /// sums follow rows, both: "messages over nccl: <why>; sums: peer memory". Where `read`, what the
-  /// experts leave to prepare, lets many rows be quantized first, or come while these run: "peer
-  /// memory; quantized from 128 tokens on; beside the experts from 1024 tokens on".
+  /// sums follow rows, both: "messages over nccl: <why>; sums: peer memory". `read` is what
+  /// the experts leave to prepare. It may let many rows be quantized before they travel, or come
+  /// while the experts run: "peer memory; quantized from 128 tokens on; beside the experts from
+  /// 1024 tokens on".
   virtual std::string rows_travel(const Preparation& /*read*/ = {}) const { return {}; }
 
  private:

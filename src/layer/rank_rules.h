@@ -48,8 +48,8 @@ struct RankRules {
   /// What is done to rows of a forward of so many tokens at most before they travel, where experts
   /// read them as `read` says.
   Preparation sent_as(const Preparation& read, std::int64_t max_tokens) const;
-  /// Whether the number of tokens decides if rows are quantized: the experts take codes, and would
-  /// make the same.
+  /// Whether rows are quantized before they travel in forwards of many tokens: the experts, which
+  /// would make the same codes, must take them.
   bool may_quantize(const Preparation& read) const {
     return quantized_from > 0 && read.takes_quantized && !read.quant;
   }

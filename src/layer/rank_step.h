@@ -69,7 +69,8 @@ class RankStep : public TransportStep {
   static std::unique_ptr<RankStep> make(const RankRules& rules, const StepSizes& sizes,
                                         void* memory);
   std::size_t bytes() const { return cutter_.used(); }
-  /// What this forward, or one of fewer tokens, takes at most: fewer rows may be wider.
+  /// Bytes of the largest step of a forward of so many tokens or of fewer. With fewer tokens rows
+  /// may not be quantized, and then they are wider.
   static std::size_t workspace_bytes(const RankRules& rules, const ProblemSize& caller,
                                      const Preparation& read);
   void* memory() const { return memory_; }

@@ -22,12 +22,12 @@ struct RowSources {
   const std::uint32_t* failed = nullptr;  ///< on the device: not 0 if no rows come any more
 };
 
-/// Row i goes to row i % rows_each of target i / rows_each. Those of a target lie one after the
+/// Row i goes to row i % rows_each of target i / rows_each. The rows of a target lie one after the
 /// other.
 struct RowTargets {
   std::byte* rows[RowSources::kMost] = {};
   std::int64_t rows_each = 0;             ///< 0: there are no targets
-  std::int64_t first_row = 0;             ///< that is written
+  std::int64_t first_row = 0;             ///< the number of the first row that is written
   const std::uint32_t* failed = nullptr;  ///< on the device: not 0 if none may be written any more
 };
 

@@ -228,8 +228,8 @@ TEST_F(CudaCombineTest, NoRowsAtAll) {
   EXPECT_TRUE(testing::bitwise_equal(to_host(output), Tensor::zeros({3, 512}, DType::kBF16)));
 }
 
-// Tokens first to first + num_tokens of those of three targets: each row goes to its place there,
-// those without an expert stay as they are, and none is written once `failed` is set.
+// Three targets have room for five tokens each. A launch adds up some of the 15 tokens, each into
+// its own row. Rows of tokens without an expert stay as they are, and all do once `failed` is set.
 TEST_F(CudaCombineTest, RowsGoToSeveralTargets) {
   constexpr std::int64_t kEach = 5, kTargets = 3, kHidden = 1016, kTokens = kTargets * kEach;
   CombineCase spec{"", kTokens, 4, kHidden};

@@ -191,17 +191,24 @@ TEST(RowChoiceTest, PeerMemoryServesAllForwardsWhereMessagesCannotBeSent) {
 }
 
 TEST(RowChoiceTest, RanksWhoseCostsDifferAreToldWhichNumber) {
-  const auto ranks = make_thread_communicators(2, {testing::kPatient});
-  const auto errors = testing::errors_of_ranks(2, [&](int rank) {
-    RankCosts costs = default_rank_costs();
-    if (rank == 1) costs.all2all.per_rank = {21, 300e3, "another"};
-    layer::agree(*ranks[rank], [&] { return layer::facts_of(costs); });
-  });
-  for (const std::string& error : errors) {
-    EXPECT_EQ(error,
-              "the ranks of a layer differ in all2all.per_rank.floor_us of FUSEDMOE_RANK_COSTS: "
-              "rank 0 has 20.5, rank 1 has 21");
-  }
+  const auto error_of = [](const std::function<void(RankCosts&)>& change) {
+    const auto ranks = make_thread_communicators(2, {testing::kPatient});
+    const auto errors = testing::errors_of_ranks(2, [&](int rank) {
+      RankCosts costs = default_rank_costs();
+      if (rank == 1) change(costs);
+      layer::agree(*ranks[rank], [&] { return layer::facts_of(costs); });
+    });
+    EXPECT_EQ(errors[0], errors[1]);
+    return errors[0];
+  };
+  EXPECT_EQ(error_of([](RankCosts& costs) {
+              costs.all2all.per_rank = {21, 300e3, "another"};
+            }),
+            "the ranks of a layer differ in all2all.per_rank.floor_us of FUSEDMOE_RANK_COSTS: "
+            "rank 0 has 20.5, rank 1 has 21");
+  EXPECT_EQ(error_of([](RankCosts& costs) { costs.quantize.floor_us = 8; }),
+            "the ranks of a layer differ in quantize.floor_us of FUSEDMOE_RANK_COSTS: rank 0 has "
+            "7, rank 1 has 8");
 }
 
 TEST(RowChoiceTest, LayersThatLeaveNoChoiceDoNotAskForCosts) {

@@ -30,8 +30,8 @@ class Planner {
   WorkspaceSizes workspace_sizes(const ProblemSize& problem) const;
   std::vector<std::string> kernel_configs(const ProblemSize& problem) const;
   /// What the caller requests, else what was tuned, else what the heuristic chooses. `in_tiles`:
-  /// rows come quantized or from row_sources, which the kernel of one token does not read, or go to
-  /// row_targets, where it does not write.
+  /// not the kernel of one token, which neither reads quantized rows or row_sources nor writes to
+  /// row_targets.
   KernelConfig config_for(const ProblemSize& problem, int requested, bool in_tiles = false) const;
   Scratch scratch_of(const ProblemSize& problem, const KernelConfig& config, void* block) const {
     return Scratch(problem, rows_, variant_, config, block);

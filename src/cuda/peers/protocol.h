@@ -1,11 +1,12 @@
 // The signals by which the ranks of one host take a step together, in memory that all of them map.
 // Host and device run the same functions: threads test on the host what kernels do.
 //
-// A step has two rounds. In the first the rows of every rank stand in its arena, in the second what
-// the experts of all ranks have left there for its tokens. In each round a rank sends a signal to
-// every rank and waits for theirs. So nobody is through a round before all have come to it: rows
-// may be written again behind the second round, results behind the next first one, and one buffer
-// for each is enough.
+// A step has two rounds. In each a rank sends a signal to every rank and waits for theirs, so
+// nobody is through a round before all have come to it. Behind the first round the rows of every
+// rank stand in its arena: others read them until the second one, and then they may be written
+// again. Behind the second round an arena has what the experts of all ranks have left there for the
+// tokens of its rank, which reads it before it sends its next signals. So one buffer for each is
+// enough.
 //
 // A sum over ranks that have the same tokens has rounds of its own. In the first every rank has
 // left its part of each token. If these are few bytes, every rank adds up all tokens, and there is
