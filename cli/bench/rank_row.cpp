@@ -73,6 +73,12 @@ class RankBench {
     const std::string travel = prepare_finalize_->rows_travel();
     return travel.starts_with("peer memory") && !travel.starts_with("peer memory up to");
   }
+  /// Then there is nothing that rows could come beside, and nobody else sends them back.
+  Preparation without_experts() const {
+    Preparation preparation = args_.preparation;
+    preparation.from_sources = preparation.to_targets = false;
+    return preparation;
+  }
   bool uses_graphs() const { return fixed_sizes_ && communicator_->backend() == "nccl"; }
 
   std::shared_ptr<Communicator> communicator_;
@@ -87,6 +93,7 @@ class RankBench {
   std::shared_ptr<const PrepareAndFinalize> prepare_finalize_;
   ForwardArgs args_, inner_;  // of the caller, and of the experts
   Tensor hidden_states_, ids_, factors_, expert_map_, output_, workspace_, rows_, scratch_, bare_;
+  Tensor arrived_;                             // all rows of the experts in one place
   std::vector<std::int64_t> sent_, received_;  // rows, for each rank
   std::vector<std::int64_t> returned_slots_;   // per slot: rows that go back to each rank
   std::vector<double> experts_us_;             // of each call on the CPU
@@ -155,7 +162,8 @@ void RankBench::make_buffers() {
   problem.max_tokens = num_tokens_;
   problem.fixed_sizes = fixed_sizes_;
   const TransportSizes sizes = prepare_finalize_->sizes(problem, args_.preparation);
-  workspace_ = block(sizes.workspace_bytes);
+  const TransportSizes rows_alone = prepare_finalize_->sizes(problem, without_experts());
+  workspace_ = block(std::max(sizes.workspace_bytes, rows_alone.workspace_bytes));
   args_.prepare_workspace = workspace_.data();
   const ProblemSize& arriving = sizes.experts;
   auto bytes = static_cast<std::size_t>(arriving.num_tokens *
@@ -165,6 +173,7 @@ void RankBench::make_buffers() {
     bytes = std::max(bytes, sizes.common_bytes());
     scratch_ = block(sizes.workspace2_bytes);
     args_.workspace2 = scratch_.data();
+    arrived_ = filled({arriving.num_tokens, config_.hidden}, config_.dtype);
   }
   rows_ = block(bytes);
   args_.workspace13 = rows_.data();
@@ -258,7 +267,11 @@ void RankBench::run_experts() {
 /// As on one GPU, which has all rows in one place, and leaves what it computes there.
 void RankBench::run_experts_alone() {
   ForwardArgs args = inner_;
-  args.row_sources = nullptr;
+  if (args.row_sources) {
+    args.hidden_states = TensorView(arrived_.data(), args.hidden_states.dtype(),
+                                    args.hidden_states.shape(), device_);
+    args.row_sources = nullptr;
+  }
   args.row_targets = nullptr;
   experts_.experts->apply(args);
 }
@@ -283,9 +296,8 @@ RankPhases RankBench::row_phases() {
 /// Dispatch and combine; on the CPU copies in turns with them, so that caches hold as little of
 /// what is copied.
 void RankBench::time_rows(RankRow& row) {
-  // Without experts there is nothing that rows could come beside, and nobody else sends them back.
   const Preparation preparation = args_.preparation;
-  args_.preparation.from_sources = args_.preparation.to_targets = false;
+  args_.preparation = without_experts();
   dispatch();
   combine();
   row.sent_dtype = name(sent_dtype());

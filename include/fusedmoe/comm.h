@@ -134,15 +134,9 @@ struct CommunicatorOptions {
   std::optional<bool> peer_memory;
 };
 
-/// What a layer needs of the memory that a GPU lends the others.
-struct PeerBytes {
-  std::size_t published = 0;  ///< that others read
-  std::size_t results = 0;    ///< where the others' experts leave what they compute
-  std::size_t all() const { return published + results; }
-};
-
 class PeerMemory;  // internal: src/moe/peer_memory.h
 class PeerBlocks;  // internal: src/moe/peer_blocks.h
+struct PeerBytes;  // internal: src/moe/peer_memory.h
 
 /// The ranks of a layer, seen from one of them. A failure is final: the rank that notices it posts
 /// the reason, and from then on every call of every rank throws an Error with that reason. Make a

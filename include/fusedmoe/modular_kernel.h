@@ -54,6 +54,9 @@ struct TransportSizes {
   /// processes of this host read (Communicator::take_shared()). Scratch that others read lies there
   /// instead of in the workspace. 0 where ranks share no such memory.
   std::size_t shared_bytes = 0;
+  /// What the experts leave does not lie in the workspace, but in memory of the transport, or with
+  /// the ranks that add it.
+  bool output_elsewhere = false;
 };
 
 /// What happens to activations before and after the experts: weight on input, quantize, dispatch;

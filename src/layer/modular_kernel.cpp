@@ -16,7 +16,7 @@
 #include "layer/backend.h"
 #include "layer/checks.h"
 #include "moe/check_args.h"
-#include "moe/row_sources.h"
+#include "moe/row_places.h"
 
 namespace fusedmoe {
 
@@ -64,9 +64,10 @@ ForwardSizes ModularKernel::sizes(const ProblemSize& caller) const {
   sizes.experts = experts_->workspace_sizes(sizes.transport.experts);
   const bool direct = passes_rows_ && reduce_ == WeightAndReduce::kNoOp &&
                       sizes.experts.output_shape == Shape{caller.num_tokens, caller.hidden};
-  sizes.common_bytes = direct ? sizes.experts.workspace13_bytes : sizes.experts.common_bytes();
+  const bool elsewhere = direct || sizes.transport.output_elsewhere;
+  sizes.common_bytes = elsewhere ? sizes.experts.workspace13_bytes : sizes.experts.common_bytes();
   // Where experts may run several times, each pass keeps the output of those before.
-  if (sizes.transport.experts.max_rows > 0) {
+  if (sizes.transport.experts.max_rows > 0 && !elsewhere) {
     sizes.common_bytes += core::round_up_workspace(sizes.experts.workspace13_bytes);
   }
   core::WorkspaceCutter cutter(nullptr);
@@ -160,7 +161,7 @@ void ModularKernel::Step::compute() {
       Shape shape = sizes_.experts.output_shape;
       shape[0] = inner_.hidden_states.size(0);
       void* output = inner_.output_memory ? inner_.output_memory : args_.workspace13;
-      if (!inner_.output_memory && inner_.max_rows > 0) {
+      if (inner_.max_rows > 0 && !sizes_.transport.output_elsewhere) {
         output = static_cast<std::byte*>(output) +
                  core::round_up_workspace(sizes_.experts.workspace13_bytes);
       }

@@ -112,7 +112,7 @@ PeerBytes PeerRows::arena_bytes(const MoeConfig& config, const RankOptions& rank
   return bytes;
 }
 
-/// All ranks fetch what they need, so nothing is counted.
+/// All ranks fetch what they need, so nobody must know how many rows come.
 void PeerRows::send(const RowTensors& own, const ForwardArgs& args) {
   if (peers().has_ended()) rules_.group->check();
   set_fixed_counts();

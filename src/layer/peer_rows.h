@@ -1,7 +1,6 @@
 // Rows between the GPUs of one host, which read each other's memory: each rank publishes its rows,
-// and the others fetch those that name one of their experts. Nothing is counted, packed or sent.
-// Experts leave what they compute in the memory of the rank that the tokens came from, which adds
-// it.
+// and the others fetch those that name one of their experts. Nothing is packed or sent. Experts
+// leave what they compute in the memory of the rank that the tokens came from, which adds it.
 #pragma once
 
 #include <optional>
@@ -22,9 +21,7 @@ class PeerRows final : public RankStep {
   void send(const RowTensors& own, const ForwardArgs& args) override;
   void receive(Stream stream) override;
   const RowSources* row_sources() const override { return sources_ ? &*sources_ : nullptr; }
-  const RowTargets* row_targets() const override {
-    return sizes_.read.to_targets ? &targets_ : nullptr;
-  }
+  const RowTargets* row_targets() const override { return sizes_.to_targets ? &targets_ : nullptr; }
   void expand_slots(ForwardArgs& args) override;
   void give_back(const ForwardArgs& args) override;
   void sum(const ForwardArgs& args) override;

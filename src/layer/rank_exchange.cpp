@@ -20,6 +20,7 @@ TransportSizes RankExchange::sizes(const ProblemSize& caller,
   if (rules_.per_slot()) sizes.experts.topk = 1;
   sizes.experts.max_rows = step.max_rows;
   sizes.experts.output_dtype = rules_.combine_dtype;
+  sizes.output_elsewhere = rules_.shared || step.to_targets;
   const std::size_t bytes = RankStep::workspace_bytes(rules_, caller, preparation);
   (rules_.shared ? sizes.shared_bytes : sizes.workspace_bytes) = bytes;
   return sizes;

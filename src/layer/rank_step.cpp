@@ -102,7 +102,8 @@ StepSizes::StepSizes(const RankRules& rules, const ProblemSize& caller, const Pr
                  (way == RowWay::kInPlace || (way == RowWay::kHostMessages && !to_all))),
       beside(way == RowWay::kPeerMemory && read.from_sources && !converts &&
              (sent.quant || !rules.activations) && rules.beside_from > 0 &&
-             max_tokens >= rules.beside_from) {
+             max_tokens >= rules.beside_from),
+      to_targets(way == RowWay::kPeerMemory && read.to_targets) {
   if (rules.receive_capacity > 0 && !fixed) capacity = std::min(capacity, rules.receive_capacity);
   // A rank's own rows lie there too, even where it has no experts.
   if (to_all) capacity = std::max(capacity, max_tokens);
@@ -139,12 +140,13 @@ RankStep::RankStep(const RankRules& rules, const StepSizes& sizes, void* memory,
   if (rules.shared) {
     output_ = take(rules.combine_dtype, {sizes.capacity * (per_slot ? topk : 1), sizes.hidden});
   }
-  // Rows that others have in shared memory stay there: values then give only shape and dtype.
-  const bool values_stay = rules.shared && sizes.by_address;
+  // Rows that others have in shared memory stay there, and those that experts bring from where they
+  // lie do not come here: values then give only shape and dtype.
+  const bool values_stay = (rules.shared && sizes.by_address) || sizes.beside;
   all_rows_ = take_rows(travelling, sizes.capacity + packed, topk, !values_stay);
   received_ = all_rows_.slice(0, sizes.capacity);
-  if (values_stay && output_) {
-    received_.values = TensorView(output_.data(), travelling.values_dtype,
+  if (values_stay && memory) {
+    received_.values = TensorView(memory, travelling.values_dtype,
                                   {sizes.capacity, travelling.value_columns}, rules.device);
   }
   if (sizes.converts) {

@@ -56,6 +56,7 @@ struct StepSizes {
   bool converts;           // rows travel in another form than experts read
   bool by_address;         // experts read rows where they lie: this rank's own are not copied
   bool beside;             // experts bring rows from where they lie, and begin meanwhile
+  bool to_targets;         // experts leave what they compute with the ranks that add it
   std::int64_t max_rows;   // of this rank's experts at a time; 0: all that can come
 };
 
@@ -70,7 +71,8 @@ class RankStep : public TransportStep {
                                         void* memory);
   std::size_t bytes() const { return cutter_.used(); }
   /// Bytes of the largest step of a forward of so many tokens or of fewer. With fewer tokens rows
-  /// may not be quantized, and then they are wider.
+  /// may not be quantized, and then they are wider; and they may not come beside the experts, and
+  /// then they need room.
   static std::size_t workspace_bytes(const RankRules& rules, const ProblemSize& caller,
                                      const Preparation& read);
   void* memory() const { return memory_; }

@@ -30,12 +30,17 @@ std::size_t RankStep::workspace_bytes(const RankRules& rules, const ProblemSize&
   const auto bytes = [&](const ProblemSize& problem) {
     return make(rules, StepSizes(rules, problem, read), nullptr)->bytes();
   };
-  if (!rules.may_quantize(read) || rules.quantized_from == 1) return bytes(caller);
-  ProblemSize fewer = caller;
-  fewer.num_tokens = std::min(caller.num_tokens, rules.quantized_from - 1);
-  fewer.max_tokens =
-      std::min(std::max(caller.max_tokens, caller.num_tokens), rules.quantized_from - 1);
-  return std::max(bytes(caller), bytes(fewer));
+  std::size_t most = bytes(caller);
+  const auto serve_fewer = [&](std::int64_t from) {
+    if (from <= 1) return;
+    ProblemSize fewer = caller;
+    fewer.num_tokens = std::min(caller.num_tokens, from - 1);
+    fewer.max_tokens = std::min(std::max(caller.max_tokens, caller.num_tokens), from - 1);
+    most = std::max(most, bytes(fewer));
+  };
+  if (rules.may_quantize(read)) serve_fewer(rules.quantized_from);
+  if (read.from_sources) serve_fewer(rules.beside_from);
+  return most;
 }
 
 std::string RankRules::rows_travel(const Preparation& read) const {

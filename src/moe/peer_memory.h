@@ -18,7 +18,7 @@
 #include "fusedmoe/tensor.h"
 #include "moe/peer_blocks.h"
 #include "moe/replica.h"
-#include "moe/row_sources.h"
+#include "moe/row_places.h"
 
 namespace fusedmoe {
 
@@ -45,6 +45,13 @@ struct PeerStep {
   /// rows per slot one for each slot.
   std::int64_t results = 0;
   std::int64_t own_ids = 0;  ///< (most_tokens, topk) i32, physical experts of this rank's tokens
+};
+
+/// What steps of a layer need at most in each arena.
+struct PeerBytes {
+  std::size_t published = 0;  ///< from its beginning on: ids, weights and rows
+  std::size_t results = 0;    ///< at its end
+  std::size_t all() const { return published + results; }
 };
 
 /// What a rank shows the others.

@@ -1,6 +1,7 @@
 // In which forwards a layer on GPUs quantizes its rows before they travel.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 
 #include "../ranks/ranks.h"
@@ -227,6 +228,32 @@ TEST(QuantizedRowsTest, WorkspacesServeFewerTokensToo) {
     }
     rules.quantized_from = 1;
     EXPECT_EQ(has(300), needs(300)) << "all are quantized";
+    // Those that experts bring beside them take no room here.
+    rules.beside_from = 300;
+    EXPECT_LT(needs(300), needs(299));
+    EXPECT_EQ(has(300), needs(299));
+    EXPECT_EQ(has(4000), std::max(needs(299), needs(4000)));
+    before = 0;
+    for (std::int64_t tokens = 290; tokens < 4000; tokens += 7) {
+      EXPECT_GE(has(tokens), needs(tokens)) << tokens;
+      EXPECT_GE(has(tokens), before) << tokens;
+      before = has(tokens);
+    }
+    rules.quantized_from = 0;
+    EXPECT_EQ(has(300), needs(300)) << "bf16 rows do not come beside experts that quantize";
+  });
+}
+
+TEST(QuantizedRowsTest, WhatExpertsLeaveGoesToTargetsThroughPeerMemoryAlone) {
+  const MoeConfig config = rank_config(2, "fp8_block");
+  with_rules(config, [&](layer::RankRules& rules) {
+    const auto goes = [&](std::int64_t tokens, bool to_targets) {
+      const Preparation read{.to_targets = to_targets};
+      return layer::StepSizes(rules, problem_of(config, tokens), read).to_targets;
+    };
+    EXPECT_TRUE(goes(4000, true));
+    EXPECT_FALSE(goes(4000, false)) << "experts that cannot";
+    EXPECT_FALSE(goes(4001, true)) << "messages";
   });
 }
 
@@ -240,6 +267,14 @@ TEST(QuantizedRowsTest, ThePlanSaysFromHowManyTokensOn) {
               peers + "; quantized from 300 tokens on; beside the experts from 900 tokens on");
     rules.quantized_from = 0;
     EXPECT_EQ(rules.rows_travel(kTakesCodes), peers + "; beside the experts from 900 tokens on");
+    rules.no_messages = "messages are predicted to be faster, but ...";
+    EXPECT_EQ(rules.rows_travel({}), peers + "; " + rules.no_messages);
+    rules.no_messages.clear();
+    rules.peer_tokens = 4000;
+    EXPECT_EQ(rules.rows_travel(kTakesCodes),
+              peers +
+                  " up to 4000 tokens, then messages over threads, which are predicted to be "
+                  "faster; beside the experts from 900 tokens on");
   });
 }
 

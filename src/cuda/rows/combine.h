@@ -5,7 +5,7 @@
 
 #include "fusedmoe/tensor.h"
 #include "moe/local_experts.h"
-#include "moe/row_sources.h"
+#include "moe/row_places.h"
 
 namespace fusedmoe::cuda {
 

@@ -6,7 +6,7 @@
 #include "cuda/rows/quantize_rows.h"
 #include "cuda/rows/row_arrivals.h"
 #include "fusedmoe/router.h"
-#include "moe/row_sources.h"
+#include "moe/row_places.h"
 
 namespace fusedmoe::cuda {
 
