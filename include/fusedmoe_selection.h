@@ -94,7 +94,7 @@ typedef struct fusedmoe_simulation {
   int32_t num_ranks;     /* beside a placement 0, or its own */
   int32_t num_hosts;     /* of equally many ranks; 0: 1 */
   int64_t tokens_per_rank;
-  const char* costs;      /* JSON of `fusedmoe bench --calibrate`; NULL: fusedmoe_rank_costs() */
+  const char* costs;      /* as fusedmoe_rank_costs() gives them; NULL: those */
   int32_t to_each_expert; /* a row goes to each expert, not once to each rank */
   int32_t reserved;       /* 0 */
 } fusedmoe_simulation;
@@ -104,14 +104,19 @@ typedef struct fusedmoe_simulated_step { /* each number that of the rank with mo
   double dispatch_us, experts_us, combine_us;
   double inside_bytes, between_bytes; /* of dispatch, within the host and from or to others */
   double balance;                     /* rows of the busiest rank's experts over the mean */
+  double quantize_us; /* of dispatch_us, if rows are quantized before they travel; else 0 */
 } fusedmoe_simulated_step;
 
-/* topk_ids: (num_tokens, topk) i32 in host memory, the tokens of the ranks one behind the other. */
+/* topk_ids: (num_tokens, topk) i32 in host memory, the tokens of the ranks one behind the other.
+ * NULL: ids at random. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_simulate(const fusedmoe_selection* selection,
                                                            const fusedmoe_simulation* simulation,
                                                            const fusedmoe_tensor* topk_ids,
                                                            fusedmoe_simulated_step* step);
-/* JSON: what H200s cost, and what is assumed of a network. Lives as long as the program. */
+/* JSON: what layers choose by how their rows travel. That is the file that the variable
+ * FUSEDMOE_RANK_COSTS names, which `fusedmoe bench --calibrate` writes; else what H200s cost, and
+ * what is assumed of a network. Lives as long as the program. NULL: the file cannot be read, and
+ * fusedmoe_last_error() says why. */
 FUSEDMOE_C_API const char* fusedmoe_rank_costs(void);
 
 #ifdef __cplusplus

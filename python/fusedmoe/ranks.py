@@ -22,7 +22,12 @@ class Communicator:
 
     @classmethod
     def threads(
-        cls, size: int, *, device: str = "cpu", timeout: float = 30.0
+        cls,
+        size: int,
+        *,
+        device: str = "cpu",
+        timeout: float = 30.0,
+        peer_memory: Optional[bool] = None,
     ) -> List["Communicator"]:
         """Ranks that are threads of this process: element r is rank r's.
 
@@ -30,8 +35,10 @@ class Communicator:
             size: how many.
             device: of all of them.
             timeout: seconds, of every wait; at most a year, because no rank waits for ever.
+            peer_memory: as for join(). As all share the device, only True makes a difference.
         """
-        return [cls(handle) for handle in _core.thread_communicators(size, device, timeout)]
+        handles = _core.thread_communicators(size, device, timeout, peer_memory)
+        return [cls(handle) for handle in handles]
 
     @classmethod
     def join(
@@ -69,7 +76,8 @@ class Communicator:
                 rank, all send messages.
             peer_memory: rows between GPUs of one host go through their memory: None, where each
                 rank has a GPU to itself; True, also where ranks share one. False on one rank: all
-                send messages. Layers then are made, the largest first, before the first forward.
+                send messages. Layers are then made before the first forward of one, or their
+                memory is taken before, see map_peers().
                 Where rows or sums go so, by default too, steps of one communicator that overlap are
                 an error, and steps or replays of graphs on several streams must be ordered by
                 events of the caller.
@@ -313,8 +321,8 @@ class Communicator:
         """Lets each rank's GPU lend the others so many bytes, or as many as before. All call it.
 
         Layers do so when they are made, but that memory cannot grow behind the first call of one:
-        where larger layers are made later, call this before, with the largest
-        Selection.peer_bytes().
+        where layers are made later, call this before, with the largest Selection.peer_bytes(), or,
+        of layers that differ in more than their tokens, with the sum of theirs.
 
         Returns:
             Why rows and sums go as messages instead; empty: they do not.

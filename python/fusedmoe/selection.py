@@ -40,6 +40,8 @@ class SimulatedStep(NamedTuple):
     """The same from and to other hosts."""
     balance: float
     """Rows of the busiest rank's experts over the mean."""
+    quantize_us: float
+    """Of dispatch_us, if rows are quantized before they travel; else 0."""
 
     @property
     def step_us(self) -> float:
@@ -48,8 +50,14 @@ class SimulatedStep(NamedTuple):
 
 
 def rank_costs() -> str:
-    """What H200s cost, and what is assumed of a network, as JSON: `fusedmoe bench --calibrate` writes
-    such a file of the ranks that it runs on.
+    """What layers choose by how their rows travel, as JSON.
+
+    That is the file that the environment variable FUSEDMOE_RANK_COSTS names, which `fusedmoe bench
+    --calibrate` writes of the ranks that it runs on; else what H200s cost, and what is assumed of a
+    network.
+
+    Raises:
+        ValueError: for a file that cannot be read.
     """
     return _core.rank_costs()
 
@@ -105,7 +113,7 @@ class Selection:
 
     def simulate(
         self,
-        topk_ids: Array,
+        topk_ids: Optional[Array] = None,
         *,
         tokens_per_rank: int,
         num_ranks: Optional[int] = None,
@@ -118,7 +126,7 @@ class Selection:
 
         Args:
             topk_ids: (num_tokens, topk) int32, the tokens of the ranks one behind the other, again
-                from the first where there are not enough.
+                from the first where there are not enough. None: ids at random.
             tokens_per_rank: of each rank.
             num_ranks: with consecutive experts on each; or
             placement: JSON, as balance() makes it.
@@ -135,7 +143,7 @@ class Selection:
         if placement is None:
             placement = linear_placement(self._handle.num_experts(), num_ranks or 0)
         numbers = self._handle.simulate(
-            array(topk_ids),
+            None if topk_ids is None else array(topk_ids),
             tokens_per_rank,
             placement,
             num_hosts,

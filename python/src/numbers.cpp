@@ -1,9 +1,11 @@
 // Routers, quantizers, and what would run.
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <array>
 #include <tuple>
 
 #include "fusedmoe/checkpoint.h"
@@ -190,20 +192,23 @@ nb::list candidates_of(const Selection& selection) {
 }
 
 /// The numbers of a SimulatedStep. `placement` and `costs` are JSON.
-std::tuple<double, double, double, double, double, double> simulate_selection(
-    const Selection& selection, nb::handle topk_ids, std::int64_t tokens_per_rank,
-    const std::string& placement, int num_hosts, const std::string& costs, bool to_each_expert) {
+std::array<double, 7> simulate_selection(const Selection& selection, nb::handle topk_ids,
+                                         std::int64_t tokens_per_rank, const std::string& placement,
+                                         int num_hosts, const std::string& costs,
+                                         bool to_each_expert) {
   Kept kept;
-  const TensorView ids = host_view(topk_ids, "topk_ids", kept);
+  const bool at_random = topk_ids.is_none();
+  const TensorView ids = at_random ? TensorView() : host_view(topk_ids, "topk_ids", kept);
   SimulatedLayer layer = simulated_layer(selection, ExpertPlacement::parse(placement));
   layer.num_hosts = num_hosts;
   layer.tokens_per_rank = tokens_per_rank;
   layer.to_each_expert = to_each_expert;
   const RankCosts of_ranks = RankCosts::parse(costs);
   const WithoutGil no_gil;
-  const SimulatedStep step = simulate(of_ranks, layer, ids);
-  return {step.dispatch_us,  step.experts_us,    step.combine_us,
-          step.inside_bytes, step.between_bytes, step.balance};
+  const SimulatedStep step =
+      at_random ? simulate(of_ranks, layer, selection.config.topk) : simulate(of_ranks, layer, ids);
+  return {step.dispatch_us,   step.experts_us, step.combine_us, step.inside_bytes,
+          step.between_bytes, step.balance,    step.quantize_us};
 }
 
 }  // namespace
@@ -274,7 +279,7 @@ void bind_numbers(nb::module_& module) {
              [](const nb::dict& settings) { return selection_of(config_of(settings), settings); });
   module.def("explain_checkpoint", &explain_checkpoint, nb::arg("checkpoint"),
              nb::arg("layer").none(), nb::arg("settings"));
-  module.def("rank_costs", [] { return default_rank_costs().json(); });
+  module.def("rank_costs", [] { return rank_costs().json(); });
 }
 
 }  // namespace fusedmoe::python

@@ -44,9 +44,11 @@ CommunicatorOptions options_of(const std::string& device, double timeout, bool s
           shared_memory, peer_memory};
 }
 
-std::vector<PyCommunicator> threads(int size, const std::string& device, double timeout) {
+std::vector<PyCommunicator> threads(int size, const std::string& device, double timeout,
+                                    std::optional<bool> peer_memory) {
   std::vector<PyCommunicator> result;
-  for (auto& each : make_thread_communicators(size, options_of(device, timeout))) {
+  const CommunicatorOptions options = options_of(device, timeout, true, peer_memory);
+  for (auto& each : make_thread_communicators(size, options)) {
     result.emplace_back(std::move(each));
   }
   return result;
@@ -216,7 +218,7 @@ void bind_ranks(nb::module_& module) {
         self.communicator->abort(reason);
       });
   module.def("thread_communicators", &threads, nb::arg("size"), nb::arg("device"),
-             nb::arg("timeout"));
+             nb::arg("timeout"), nb::arg("peer_memory").none());
   module.def("join_communicator", &join, nb::arg("rank"), nb::arg("size"), nb::arg("address"),
              nb::arg("port"), nb::arg("token"), nb::arg("device"), nb::arg("timeout"),
              nb::arg("shared_memory"), nb::arg("peer_memory").none());

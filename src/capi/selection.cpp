@@ -188,10 +188,12 @@ fusedmoe_status fusedmoe_selection_simulate(const fusedmoe_selection* selection,
   return guarded([&] {
     const fusedmoe_simulation c = fusedmoe::capi::read_given_struct(simulation, "simulation");
     const fusedmoe::RankCosts costs =
-        c.costs ? fusedmoe::RankCosts::parse(c.costs) : fusedmoe::default_rank_costs();
+        c.costs ? fusedmoe::RankCosts::parse(c.costs) : fusedmoe::rank_costs();
+    const fusedmoe::Selection& of = given(selection, "selection").selection;
+    const fusedmoe::SimulatedLayer layer = fusedmoe::capi::to_layer(of, c);
     const fusedmoe::SimulatedStep result =
-        simulate(costs, fusedmoe::capi::to_layer(given(selection, "selection").selection, c),
-                 fusedmoe::capi::to_view(topk_ids, "topk_ids"));
+        topk_ids ? simulate(costs, layer, fusedmoe::capi::to_view(*topk_ids, "topk_ids"))
+                 : simulate(costs, layer, of.config.topk);
     fusedmoe_simulated_step values{};
     values.dispatch_us = result.dispatch_us;
     values.experts_us = result.experts_us;
@@ -199,11 +201,16 @@ fusedmoe_status fusedmoe_selection_simulate(const fusedmoe_selection* selection,
     values.inside_bytes = result.inside_bytes;
     values.between_bytes = result.between_bytes;
     values.balance = result.balance;
+    values.quantize_us = result.quantize_us;
     fusedmoe::capi::write_struct(step, values, "step");
   });
 }
 
 const char* fusedmoe_rank_costs(void) {
-  static const std::string json = fusedmoe::default_rank_costs().json();
-  return json.c_str();
+  const char* text = nullptr;
+  guarded([&] {
+    static const std::string json = fusedmoe::rank_costs().json();
+    text = json.c_str();
+  });
+  return text;
 }

@@ -74,6 +74,33 @@ TEST(CSelectionTest, TellsWhatGpusLendEachOther) {
   EXPECT_EQ(fusedmoe_selection_peer_bytes(found, 2, 1, 3, 0, &bytes), FUSEDMOE_INVALID_ARGUMENT);
 }
 
+TEST(CSelectionTest, TellsHowLongRowsAreQuantizedBeforeTheyTravel) {
+  auto config = sized<fusedmoe_moe_config>();
+  config.num_experts = 4;
+  config.topk = 2;
+  config.hidden = 7168;
+  config.intermediate = 128;
+  config.scheme = "fp8_block";
+  config.device_type = FUSEDMOE_CUDA;
+  config.compute_capability = 90;
+  fusedmoe_selection* found = nullptr;
+  ASSERT_OK(fusedmoe_explain(&config, &found));
+  const Handle<fusedmoe_selection> selection(found);
+  const Tensor ids = Tensor::zeros({1, 2}, DType::kI32);
+  const fusedmoe_tensor c_ids = to_c(ids);
+  auto ranks = sized<fusedmoe_simulation>();
+  ranks.num_ranks = 2;
+  ranks.tokens_per_rank = 1000;
+  auto step = sized<fusedmoe_simulated_step>();
+  ASSERT_OK(fusedmoe_selection_simulate(found, &ranks, &c_ids, &step));
+  const double bytes = 1000 * (14336 + 7392);  // bf16 is read, codes and scales are written
+  EXPECT_DOUBLE_EQ(step.quantize_us, 7 + bytes / 3e6);
+  EXPECT_GT(step.dispatch_us, step.quantize_us);
+  EXPECT_EQ(step.balance, 2) << "all choose expert 0";
+  ASSERT_OK(fusedmoe_selection_simulate(found, &ranks, nullptr, &step));
+  EXPECT_EQ(step.balance, 1) << "ids at random";
+}
+
 TEST(CSelectionTest, SimulatesRanksThatAreNotHere) {
   auto config = sized<fusedmoe_moe_config>();
   config.num_experts = 4;
@@ -96,6 +123,7 @@ TEST(CSelectionTest, SimulatesRanksThatAreNotHere) {
   EXPECT_DOUBLE_EQ(step.balance, 3 / 2.0);
   EXPECT_GT(step.dispatch_us, 0);
   EXPECT_GT(step.experts_us, 0);
+  EXPECT_EQ(step.quantize_us, 0);
   const double combine_us = step.combine_us;
 
   ranks.placement =

@@ -139,17 +139,16 @@ def test_wrong_devices_raise(weights):
             fusedmoe.fused_experts(w13=weights[0], w2=weights[1], **{**right, name: wrong})
 
 
-def test_lanes_overlap(weights, tmp_path):
+def test_lanes_overlap(weights):
     """One thread drives two ranks on the GPU: two micro-batches are in flight on two streams."""
-    tmp_path.chmod(0o700)
+    communicators = fusedmoe.Communicator.threads(
+        RANKS, device="cuda:0", peer_memory=True, timeout=60
+    )
 
     def make(rank):
-        communicator = fusedmoe.Communicator.from_folder(
-            rank, RANKS, tmp_path, device="cuda:0", peer_memory=True, timeout=60
-        )
         return fusedmoe.MoELayer.from_tensors(
-            *weights, topk=TOPK, device="cuda:0", communicator=communicator, max_tokens_per_rank=5,
-            lanes=2,
+            *weights, topk=TOPK, device="cuda:0", communicator=communicators[rank],
+            max_tokens_per_rank=5, lanes=2,
         )
 
     layers = run_threads(make)

@@ -60,6 +60,14 @@ def test_ranks_that_are_not_here_are_simulated():
     placement = fusedmoe.linear_placement(4, 2)
     known = {"placement": placement, "costs": fusedmoe.rank_costs(), "tokens_per_rank": 1}
     assert selection.simulate(ids, **known) == step
+    assert step.quantize_us == 0
+    coded = fusedmoe.explain(
+        num_experts=4, topk=2, hidden=7168, intermediate=128, scheme="fp8_block", device="cuda:0",
+        compute_capability=90,
+    )  # fmt: skip
+    assert coded.simulate(ids, **known).quantize_us == 0
+    assert coded.simulate(ids, **{**known, "tokens_per_rank": 1000}).quantize_us > 7
+    assert selection.simulate(**known).balance == 1  # ids at random
     apart = selection.simulate(ids, num_hosts=2, **known)
     assert apart.between_bytes == 256 and apart.dispatch_us > step.dispatch_us
     for match, wrong in {
