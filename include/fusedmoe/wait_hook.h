@@ -6,7 +6,8 @@
 namespace fusedmoe {
 
 /// Called every few milliseconds by threads that wait for other ranks, so that a program can end
-/// their wait: what it throws, of std::exception, ends the communicator and leaves the call.
+/// their wait: what it throws, of std::exception, ends the communicator and leaves the call. Waits
+/// for a stream of a GPU, as that for counts over NCCL, do not call it.
 using WaitHook = void (*)();
 /// One hook for the process and all its threads; null: none.
 FUSEDMOE_API void set_wait_hook(WaitHook hook) noexcept;

@@ -3,10 +3,13 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <functional>
+#include <stdexcept>
 
 #include "../ranks/leaks.h"
 #include "../unit/error_text.h"
+#include "fusedmoe/wait_hook.h"
 #include "moe/peer_memory.h"
 #include "moving_layers.h"
 
@@ -168,6 +171,27 @@ TEST_F(PeerFailuresTest, WhoWaitsLearnsWhatAnotherRankHasThrown) {
 }
 
 /// It has more tokens than there may be.
+/// Where more rows can come than the experts have room for, the host waits for the ids of all.
+TEST_F(PeerFailuresTest, TheWaitHookEndsTheWaitForIds) {
+  constexpr std::int64_t kMost = 8192;
+  const PeerRanks ranks(4, gpu_counts().back());
+  const auto layers = ranks.make(make_layer_weights({small_case("bf16")}), kMost);
+  ASSERT_LT(layers[0]->workspace_bytes(kMost), layers[0]->workspace_bytes(kMost, true));
+  const PeerBuffers own(*layers[0], kTokens, kMost);
+  own.fill(random_tensor(DType::kBF16, own.x.shape(), 1, 1));
+  static std::atomic<int> calls;
+  calls = 0;
+  set_wait_hook([] {
+    if (++calls > 20) throw std::runtime_error("Ctrl-C");
+  });
+  const auto begin = steady_clock::now();
+  EXPECT_THROW(layers[0]->forward(own.x, own.output, own.scratch()), std::runtime_error);
+  EXPECT_LT(steady_clock::now() - begin, std::chrono::seconds(2));
+  set_wait_hook(nullptr);
+  synchronize(Stream{layers[0]->config().device});
+  EXPECT_TRUE(has(ranks.communicators[1]->status(), "Ctrl-C")) << ranks.communicators[1]->status();
+}
+
 TEST_F(PeerFailuresTest, ARankThatThrowsBeforeItsStepIsHeardAtOnce) {
   on_all_gpus(4, kPatient, [](const RanksWithStreams& all) {
     const Tensor x = Tensor::empty({kTokens + 1, kHidden}, DType::kBF16, all.buffers[1].x.device()),

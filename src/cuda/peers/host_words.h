@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <chrono>
 #include <cstdint>
 #include <thread>
 
@@ -23,10 +22,6 @@ struct HostWords {
   }
   static std::uint32_t set_bits(std::uint32_t* p, std::uint32_t bits) {
     return of(p).fetch_or(bits, std::memory_order_acq_rel);
-  }
-  static std::uint64_t nanoseconds() {
-    const auto now = std::chrono::steady_clock::now().time_since_epoch();
-    return static_cast<std::uint64_t>(std::chrono::nanoseconds(now).count());
   }
   static void pause() { std::this_thread::yield(); }
 

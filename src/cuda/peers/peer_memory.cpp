@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <optional>
 #include <utility>
 
@@ -17,6 +18,7 @@
 #include "cuda/router/kernels.h"
 #include "fusedmoe/error.h"
 #include "fusedmoe/runtime.h"
+#include "fusedmoe/wait_hook.h"
 
 namespace fusedmoe {
 namespace cuda {
@@ -194,8 +196,14 @@ class CudaPeerMemory final : public PeerMemory {
   std::optional<std::int64_t> local_slots(Stream stream) override {
     const core::CurrentDevice current(group_.device);
     constexpr int kLooks = 1024;  // between those at the stream
+    constexpr std::chrono::milliseconds kBetweenHooks{5};
+    auto next_hook = std::chrono::steady_clock::now() + kBetweenHooks;
     for (int looks = 1;; ++looks) {
       const bool has_ended = looks % kLooks == 0 && !is_at_work(stream);
+      if (looks % kLooks == 0 && std::chrono::steady_clock::now() >= next_hook) {
+        call_wait_hook();
+        next_hook += kBetweenHooks;
+      }
       const std::uint64_t told = HostWords::load_acquire(&shared_->slots);
       if (told >> 32 == counts_) return static_cast<std::int64_t>(told & 0xFFFFFFFFU);
       if (has_ended) return std::nullopt;
