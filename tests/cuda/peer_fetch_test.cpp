@@ -41,56 +41,63 @@ std::vector<Tensor> outputs_of(const std::vector<PeerBuffers>& buffers) {
   return outputs;
 }
 
+struct Travelling {
+  const char* scheme;
+  std::int64_t hidden = kHidden;
+};
+
+class PeerFetchRowsTest : public PeerFetchTest, public ::testing::WithParamInterface<Travelling> {};
+
 /// With room for one token more they come so. That changes no bit. Rows of 264 columns, in E4M3,
 /// are no multiple of 16 bytes; of the widest three fit a multiprocessor.
-TEST_F(PeerFetchTest, RowsBesideTheExpertsGiveTheBitsOfRowsThatCameBefore) {
+TEST_P(PeerFetchRowsTest, BesideTheExpertsGiveTheBitsOfThoseThatCameBefore) {
+  const auto [scheme, hidden] = GetParam();
   const PeerRanks ranks(4);
-  ranks.reserve(std::size_t{64} << 20);
-  struct Travelling {
-    const char* scheme;
-    std::int64_t hidden = kHidden;
-  };
-  for (const auto& [scheme, hidden] : {Travelling{"bf16"},
-                                       {"mxfp4_w4a16"},
-                                       {"fp8_block"},
-                                       {"fp8_channel_token"},
-                                       {"fp8_tensor_static"},
-                                       {"mxfp8"},
-                                       {"mxfp4_mxfp8"},
-                                       {"w4a8"},
-                                       {"fp8_channel_token", 264},
-                                       {"fp8_block", 768},
-                                       {"fp8_block", 7168},
-                                       {"bf16", 32768}}) {
-    SCOPED_TRACE(scheme + std::to_string(hidden));
-    Case spec = small_case(scheme);
-    spec.hidden = hidden;
-    const std::int64_t most = hidden > 1024 ? 64 : kMost;
-    const LayerWeights weights = make_layer_weights({spec});
-    const auto layers = ranks.make(
-        weights, most, false, [](int, LayerOptions& options) { options.require = "sm90+all2all"; });
-    ASSERT_FALSE(HasFailure());
-    const std::int64_t from = beside_from(*layers[0]);
-    ASSERT_GT(from, 1) << rows_travel(*layers[0]);
-    const auto buffers = filled_buffers(layers, {from - 1, 0, from / 2, from - 1}, most);
-    for (const bool fixed_sizes : {false, true}) {
-      std::vector<Tensor> before;
-      for (const std::int64_t room : {from - 1, from}) {
-        ForwardOptions options;
-        options.max_tokens = room;
-        options.fixed_sizes = fixed_sizes;
-        run_all(layers, buffers, options);
-        wait_for_all(layers);
-        const std::vector<Tensor> outputs = outputs_of(buffers);
-        if (room < from) before = outputs;
-        for (int r = 0; r < ranks.size(); ++r) {
-          ranks.communicators[r]->check();
-          EXPECT_TRUE(bitwise_equal(outputs[r], before[r])) << "rank " << r;
-        }
+  Case spec = small_case(scheme);
+  spec.hidden = hidden;
+  const std::int64_t most = hidden > 1024 ? 64 : kMost;
+  const LayerWeights weights = make_layer_weights({spec});
+  const auto layers = ranks.make(
+      weights, most, false, [](int, LayerOptions& options) { options.require = "sm90+all2all"; });
+  ASSERT_FALSE(HasFailure());
+  const std::int64_t from = beside_from(*layers[0]);
+  ASSERT_GT(from, 1) << rows_travel(*layers[0]);
+  const auto buffers = filled_buffers(layers, {from - 1, 0, from / 2, from - 1}, most);
+  for (const bool fixed_sizes : {false, true}) {
+    std::vector<Tensor> before;
+    for (const std::int64_t room : {from - 1, from}) {
+      ForwardOptions options;
+      options.max_tokens = room;
+      options.fixed_sizes = fixed_sizes;
+      run_all(layers, buffers, options);
+      wait_for_all(layers);
+      const std::vector<Tensor> outputs = outputs_of(buffers);
+      if (room < from) before = outputs;
+      for (int r = 0; r < ranks.size(); ++r) {
+        ranks.communicators[r]->check();
+        EXPECT_TRUE(bitwise_equal(outputs[r], before[r])) << "rank " << r;
       }
     }
   }
 }
+
+std::string name_of(const ::testing::TestParamInfo<Travelling>& info) {
+  return info.param.scheme + std::string("_") + std::to_string(info.param.hidden);
+}
+INSTANTIATE_TEST_SUITE_P(Rows, PeerFetchRowsTest,
+                         ::testing::ValuesIn(std::vector<Travelling>{{"bf16"},
+                                                                     {"mxfp4_w4a16"},
+                                                                     {"fp8_block"},
+                                                                     {"fp8_channel_token"},
+                                                                     {"fp8_tensor_static"},
+                                                                     {"mxfp8"},
+                                                                     {"mxfp4_mxfp8"},
+                                                                     {"w4a8"},
+                                                                     {"fp8_channel_token", 264},
+                                                                     {"fp8_block", 768},
+                                                                     {"fp8_block", 7168},
+                                                                     {"bf16", 32768}}),
+                         name_of);
 
 TEST_F(PeerFetchTest, ReplaysOfManyRowsGiveTheOutputOfOneGpu) {
   constexpr std::int64_t kMany = 3000;

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "layer/peer_rows.h"
 #include "moe/peer_memory.h"
 #include "peer_ranks.h"
 
@@ -38,7 +39,7 @@ TEST_F(PeerSetUpTest, ArenasGrowUntilTheFirstForward) {
   run_all(small, buffers, {});
   synchronize(Stream{kGpu});
   const auto larger = ranks.make(weights, 20000), later = ranks.make(weights, 8);
-  EXPECT_NE(rows_travel(*larger[0]).find("make the largest layer first"), std::string::npos)
+  EXPECT_NE(rows_travel(*larger[0]).find("make all layers before one runs"), std::string::npos)
       << rows_travel(*larger[0]);
   EXPECT_EQ(rows_travel(*larger[1]), rows_travel(*larger[0]));
   EXPECT_EQ(rows_travel(*later[0]), "peer memory");
@@ -66,6 +67,29 @@ TEST_F(PeerSetUpTest, BytesAreKnownBefore) {
   EXPECT_GT(bytes, std::size_t{2 * 100 * kHidden * 2});
   EXPECT_LE(bytes, bytes_lent(ranks));
   EXPECT_LT(bytes_lent(ranks) - bytes, std::size_t{4} << 20) << "pages";
+}
+
+/// Of layers of one communicator one may publish most, and another leave most where it is added.
+TEST_F(PeerSetUpTest, LayersOfOtherShapesHaveRoomBesideEachOther) {
+  constexpr std::int64_t kMost = 2048;
+  const PeerRanks ranks(2);
+  PeerBytes most;
+  std::size_t largest = 0;
+  for (const bool per_slot : {false, true}) {
+    Case spec = small_case("bf16");
+    spec.hidden = per_slot ? 512 : 2048;
+    spec.topk = per_slot ? 8 : 2;
+    const auto layers = ranks.make(make_layer_weights({spec}), kMost, per_slot);
+    MoeConfig config = layers[0]->config();
+    config.combine = per_slot ? CombineMode::kPerSlot : CombineMode::kPerRank;
+    RankOptions options;
+    options.max_tokens_per_rank = kMost;
+    const PeerBytes bytes = layer::PeerRows::arena_bytes(config, options, 2);
+    most = {std::max(most.published, bytes.published), std::max(most.results, bytes.results)};
+    largest = std::max(largest, bytes.all());
+  }
+  ASSERT_GT(most.all(), largest + (std::size_t{4} << 20)) << "more than pages";
+  EXPECT_GE(bytes_lent(ranks), most.all());
 }
 
 TEST_F(PeerSetUpTest, LinksAreTimed) {
