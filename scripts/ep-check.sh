@@ -24,14 +24,16 @@ bench_seconds=60  # each number of GPUs and transport
 tests=(cuda_rank_rows_test cuda_ranks_test cuda_rank_deployments_test cuda_rank_hooks_test
   cuda_rank_failures_test cuda_peer_memory_test cuda_peer_set_up_test cuda_peer_sums_test
   cuda_peer_failures_test cuda_peer_processes_test cuda_peer_lanes_test cuda_peer_random_test
-  cuda_peer_fetch_test cuda_peer_quantized_test cuda_moves_test cuda_moves_graphs_test
-  cuda_moves_forwards_test)
+  cuda_peer_fetch_test cuda_peer_quantized_test cuda_peer_choice_test cuda_peer_experts_test
+  cuda_moves_test cuda_moves_graphs_test cuda_moves_forwards_test)
 
 . scripts/check-steps.sh
 parse_options "steps build output commit model seconds" "build tests bench" "$@"
 
 # Layers of cuda_peer_random_test, each of five forwards.
 export FUSEDMOE_TEST_RUNS=${FUSEDMOE_TEST_RUNS:-2000}
+# cuda_moves_graphs_test says how long a commit takes.
+export FUSEDMOE_TEST_TIMES=1
 # Not every machine has NVLink's multicast.
 export NCCL_NVLS_ENABLE=0
 # Where the CUDA toolkit has NCCL but no path leads there.
@@ -54,10 +56,29 @@ add_verdicts() {
       print $0 "  " ($4 <= dispatch ? "ok" : "SLOW") " / " ($9 <= combine ? "ok" : "SLOW")
     }'
 }
-# bench VERDICTS RANKS TRANSPORT OPTIONS...; VERDICTS: the command that adds them, or cat
+# And whole steps through peer memory (docs/performance-log.md), in us at so many tokens: variables
+# step_bars and exposed_bars. What is exposed of 8192 tokens is at most 15 % of the experts.
+add_bars() {
+  awk -v steps="$step_bars" -v exposed="$exposed_bars" '
+    function verdict(what, bars, tokens, us,    i, count, bar, each) {
+      count = split(bars, each, " ")
+      for (i = 1; i <= count; ++i) {
+        split(each[i], bar, ":")
+        if (bar[1] == tokens) return sprintf("  %s %s", what, us <= bar[2] ? "ok" : "SLOW")
+      }
+      return ""
+    }
+    $2 != "fixed" { print; next }
+    {
+      text = verdict("step", steps, $3, $(NF - 5)) verdict("exposed", exposed, $3, $(NF - 1))
+      if ($3 == 8192 && exposed) text = text verdict("exposed", "8192:" 0.15 * $(NF - 3), $3, $(NF - 1))
+      print $0 text
+    }'
+}
+# bench VERDICTS TRANSPORT OPTIONS...; VERDICTS: the command that adds them, or cat
 bench() {
   local status=0
-  within "$bench_seconds" "$program" bench --ep "$2" --device cuda --experts "$3" "${@:4}" \
+  within "$bench_seconds" "$program" bench --device cuda --experts "$2" "${@:3}" \
     >"$log" || status=$?
   "$1" <"$log" >>"$result"
   return $status
@@ -86,18 +107,33 @@ fi
 if wants bench; then
   for ranks in 2 4 8; do
     ((ranks <= gpus)) || continue
-    rows=(--model "$model" --rows-only --tokens "${tokens[@]}")
+    rows=(--ep "$ranks" --model "$model" --rows-only --tokens "${tokens[@]}")
     # As many experts and rows a GPU as 8-way parallelism of 256 experts has.
-    steps_of=(--shape "7168x2048x$((32 * ranks))x8" --scheme fp8_block --tokens 8 32 128 1024 8192)
+    steps_of=(--ep "$ranks" --shape "7168x2048x$((32 * ranks))x8" --scheme fp8_block
+      --tokens 8 32 128 1024 8192)
     for transport in all2all allgather_reducescatter; do
-      step "$transport on $ranks GPUs" bench add_verdicts "$ranks" "$transport" "${rows[@]}" \
+      step "$transport on $ranks GPUs" bench add_verdicts "$transport" "${rows[@]}" \
         --no-peer-memory
     done
-    step "peer memory on $ranks GPUs" bench cat "$ranks" all2all "${rows[@]}" --peer-memory
+    step "peer memory on $ranks GPUs" bench cat all2all "${rows[@]}" --peer-memory
     step "steps over NCCL on $ranks GPUs" \
-      bench cat "$ranks" all2all "${steps_of[@]}" --no-peer-memory
+      bench cat all2all "${steps_of[@]}" --no-peer-memory
+    step_bars='' exposed_bars=''
+    ((ranks != 2)) || exposed_bars="8:14 32:14 128:28"
+    ((ranks != 4)) || step_bars="8:335 128:425 1024:1200 8192:7400" exposed_bars="8:16 32:16 128:45"
     step "steps through peer memory on $ranks GPUs" \
-      bench cat "$ranks" all2all "${steps_of[@]}" --peer-memory
+      bench add_bars all2all "${steps_of[@]}" --peer-memory
+    exposed_bars=''
+    ((ranks != 4)) || step_bars="8:570 128:1480 1024:1850 2048:2950 8192:8900"
+    step "steps of 96 experts a GPU on $ranks GPUs" bench add_bars all2all --peer-memory \
+      --ep "$ranks" --shape "7168x3072x$((96 * ranks))x6" --scheme fp8_block \
+      --tokens 8 128 1024 2048 8192
+    ((ranks != 4)) || step_bars="8:112 32:140 128:185"
+    step "steps of gpt-oss-120b on $ranks GPUs" bench add_bars all2all --peer-memory \
+      --ep "$ranks" --model gpt-oss-120b --scheme mxfp4_w4a16 --tokens 8 32 128
+    ((ranks != 4)) || step_bars="1:28"
+    step "gpt-oss-120b in slices on $ranks GPUs" bench add_bars no_ep --peer-memory \
+      --tp "$ranks" --model gpt-oss-120b --scheme mxfp4_w4a16 --tokens 1 8 32 128 2048 8192
   done
 fi
 cat "$result"
