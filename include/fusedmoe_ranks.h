@@ -101,10 +101,11 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_barrier(fusedmoe_communicat
 FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_connect(fusedmoe_communicator* communicator);
 /* Collective: lets the GPU of each rank lend the others so many bytes, or as many as before if that
  * is more. Layers call it when they are made, but that memory cannot grow behind the first forward:
- * so call it before, with the largest fusedmoe_selection_peer_bytes(), where larger layers are made
- * later. Where the ranks give different `bytes` it is an error of all, and the communicator stays
- * usable. *why becomes the reason why rows and sums go as messages instead, "" where they do not;
- * it lives until the next such call or as long as the communicator. */
+ * where layers are made later, call it before, with the largest fusedmoe_selection_peer_bytes(),
+ * or, of layers that differ in more than their tokens, with the sum of theirs. Where the ranks give
+ * different `bytes` it is an error of all, and the communicator stays usable. *why becomes the
+ * reason why rows and sums go as messages instead, "" where they do not; it lives until the next
+ * such call or as long as the communicator. */
 FUSEDMOE_C_API fusedmoe_status fusedmoe_communicator_map_peers(fusedmoe_communicator* communicator,
                                                                size_t bytes, const char** why);
 /* Collective: a second communicator of the same ranks, whose steps may overlap those of this one.

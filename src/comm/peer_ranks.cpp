@@ -108,9 +108,8 @@ std::string Communicator::map_peers(std::size_t bytes) {
   if (std::count(states.begin(), states.end(), "used") > 0) {
     return core::format(
         "with this layer {} bytes of memory that the GPUs map are needed, but layers of {} have "
-        "run, and "
-        "graphs hold addresses in them: make the largest layer first, or call map_peers() of the "
-        "communicator before any has run",
+        "run, and graphs hold addresses in them: make all layers before one runs, or call "
+        "map_peers() of the communicator before",
         bytes, impl.peers->bytes());
   }
   std::shared_ptr<PeerMemory> made;

@@ -268,8 +268,8 @@ __device__ void fetch_rows(const PullParams& p) {
     }
   }
 }
-/// May begin while this rank still publishes: its own signal says when that is done. What is
-/// written here nothing before that reads or writes.
+/// May begin while this rank still publishes: its own signal says when that is done. Earlier
+/// kernels neither read nor write what it writes.
 __global__ void __launch_bounds__(kMostThreads) pull_kernel(const __grid_constant__ PullParams p) {
   if (await_all(p.step, Round::kDispatch)) {
     if (p.count.word) count_slots(p);

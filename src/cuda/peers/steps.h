@@ -15,7 +15,8 @@ struct PeerContext {
   int lanes = 1;  ///< see PeerMemory::share_gpu()
 };
 
-/// `follows_route`: the launch before is one that is_route_kernel(), which writes ids and weights.
+/// `follows_route`: the launch before is the router's (is_route_kernel()), which writes ids and
+/// weights.
 void publish_rows(const PeerContext& context, const PeerStep& step, const PublishedRows& rows,
                   bool follows_route, Stream stream);
 /// Where the host reads how many slots name an expert of this rank.

@@ -54,8 +54,8 @@ __device__ void add_chunk(const SumParams<Output>& p, int token, int column, std
   store_sums(sums, p.output + token * p.output_stride + column, p.accumulate);
 }
 /// May begin while the results are told: by then the experts, and all before them, have ended.
-/// Where it tells them by itself it waits for the experts first: the other blocks would take what
-/// they compute with.
+/// Where it tells them by itself it waits for the experts first: else its blocks, which wait, would
+/// occupy multiprocessors that the experts need.
 template <typename Row, typename Output, int kWidth>
 __global__ void __launch_bounds__(kMostThreads)
     sum_results_kernel(const __grid_constant__ SumParams<Output> p) {
