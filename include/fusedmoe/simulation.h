@@ -100,8 +100,8 @@ struct SimulatedLayer {
 };
 
 /// A layer of the configuration that was asked about, with the chosen experts: all but
-/// tokens_per_rank and num_hosts. On GPUs rows go through peer memory. Throws Error where nothing
-/// fits, or the placement is of another number of experts.
+/// tokens_per_rank and num_hosts. Rows of up to 16 GPUs go through peer memory. Throws Error where
+/// nothing fits, or the placement is of another number of experts.
 FUSEDMOE_API SimulatedLayer simulated_layer(const Selection& selection, ExpertPlacement placement);
 
 /// Each number that of the rank with most.

@@ -42,7 +42,8 @@ SimulatedLayer simulated_rows(const MoeConfig& config, const RankOptions& option
                               const Preparation& preparation, ExpertPlacement placement) {
   SimulatedLayer layer;
   layer.placement = std::move(placement);
-  if (!config.device.is_cpu()) layer.path = RowPath::kPeerMemory;
+  const bool can_map = layer.placement.num_ranks() <= PeerMemory::most_ranks();
+  if (!config.device.is_cpu() && can_map) layer.path = RowPath::kPeerMemory;
   layer.combine = config.combine;
   const DType returned =
       config.combine == kPerSlot ? DType::kF32 : options.combine_dtype.value_or(config.dtype);

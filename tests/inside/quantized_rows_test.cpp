@@ -297,6 +297,11 @@ TEST(QuantizedRowsTest, LayersCompareTheCosts) {
 }
 
 TEST(QuantizedRowsTest, SimulationsChooseAsLayersDo) {
+  for (const int ranks : {16, 17}) {
+    const MoeConfig many = rank_config(ranks, "bf16");
+    EXPECT_EQ(layer::simulated_rows(many, options_of(), {}, placement_of(many)).path,
+              ranks == 16 ? RowPath::kPeerMemory : RowPath::kAll2all);
+  }
   MoeConfig config = rank_config(4, "fp8_block");
   SimulatedLayer layer = layer::simulated_rows(config, options_of(), {}, placement_of(config));
   EXPECT_EQ(layer.sent_row_bytes, 14336);
