@@ -186,6 +186,7 @@ std::string peer_text() {
 }
 
 constexpr std::chrono::seconds kTestTimeout{10};
+constexpr std::chrono::seconds kPairTimeout{2};  // eight GPUs are 28 pairs
 
 /// Says what was done and how long `run` took, or what it threw.
 Finding self_test(const std::string& label, const std::string& done,
@@ -295,22 +296,22 @@ Finding peer_links(const PeerLinks& links) {
 
 /// These ranks, on GPUs in turns, map each other's memory, and time it.
 Finding map_ranks(const std::string& label, const std::vector<int>& ranks, int gpus,
-                  PeerLinks& links) {
+                  std::chrono::seconds timeout, PeerLinks& links) {
   const auto size = static_cast<int>(ranks.size());
   std::vector<std::vector<PeerLink>> timed(ranks.size());
   const auto map = [&](const std::shared_ptr<Communicator>& thread) {
     const int rank = thread->rank();
     const auto gather = [&](const std::string& text) { return thread->gather(text, "joining"); };
     const Device device{DeviceKind::kCuda, ranks[rank] % gpus};
-    Communicator mapping(rank, size, make_control_plane(rank, size, gather, kTestTimeout), nullptr,
-                         {kTestTimeout, device, true, true});
+    Communicator mapping(rank, size, make_control_plane(rank, size, gather, timeout), nullptr,
+                         {timeout, device, true, true});
     const std::string problem = mapping.map_peers(std::size_t{1} << 20);
     if (!problem.empty()) throw Error::communication(problem);
     timed[rank] = mapping.peers()->links();
     mapping.barrier();
   };
   Finding test = self_test(label, fmt::format("{} ranks read each other's marks", size),
-                           [&] { run_local_ranks(size, "cpu", map, kTestTimeout); });
+                           [&] { run_local_ranks(size, "cpu", map, timeout); });
   for (int reader = 0; reader < size; ++reader) {
     for (std::size_t owner = 0; owner < timed[reader].size(); ++owner) {
       links[{ranks[reader], ranks[owner]}] = timed[reader][owner];
@@ -325,12 +326,13 @@ std::vector<Finding> peer_memory_tests(int gpus) {
   std::vector<int> all(std::max(gpus, 2));
   std::iota(all.begin(), all.end(), 0);
   PeerLinks links;
-  std::vector<Finding> findings{map_ranks("peer memory", all, gpus, links)};
+  std::vector<Finding> findings{map_ranks("peer memory", all, gpus, kTestTimeout, links)};
   if (!findings[0].value.at("passed").get<bool>() && gpus > 2) {
     for (int a = 0; a < gpus; ++a) {
       for (int b = a + 1; b < gpus; ++b) {
-        const std::string label = fmt::format("peer memory, ranks {} and {}", a, b);
-        findings.push_back(map_ranks(label, {a, b}, gpus, links));
+        const std::string label = fmt::format("peer memory {} and {}", a, b);
+        findings.push_back(map_ranks(label, {a, b}, gpus, kPairTimeout, links));
+        findings.back().key = fmt::format("peer_memory_{}_{}", a, b);
       }
     }
   }

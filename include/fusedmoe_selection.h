@@ -113,7 +113,7 @@ FUSEDMOE_C_API fusedmoe_status fusedmoe_selection_simulate(const fusedmoe_select
                                                            const fusedmoe_simulation* simulation,
                                                            const fusedmoe_tensor* topk_ids,
                                                            fusedmoe_simulated_step* step);
-/* JSON: what layers choose by how their rows travel. That is the file that the variable
+/* The costs by which layers choose how their rows travel, as JSON: the file that the variable
  * FUSEDMOE_RANK_COSTS names, which `fusedmoe bench --calibrate` writes; else what H200s cost, and
  * what is assumed of a network. Lives as long as the program. NULL: the file cannot be read, and
  * fusedmoe_last_error() says why. */

@@ -7,7 +7,8 @@
 #   scripts/ep-check.sh [--steps build,tests,bench] [--build build-cuda] [--output bench/results]
 #                       [--commit NAME] [--model deepseek-v3] [--seconds 2400]
 #
-# Exit status: 0 only when everything passed. What does not end within --seconds has failed.
+# Exit status: 0 only when everything passed. What does not end within --seconds has failed. A time
+# that is longer than wanted is marked SLOW, and passes.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 
@@ -56,8 +57,8 @@ add_verdicts() {
       print $0 "  " ($4 <= dispatch ? "ok" : "SLOW") " / " ($9 <= combine ? "ok" : "SLOW")
     }'
 }
-# And whole steps through peer memory (docs/performance-log.md), in us at so many tokens: variables
-# step_bars and exposed_bars. What is exposed of 8192 tokens is at most 15 % of the experts.
+# And whole steps through peer memory (docs/performance-log.md): step_bars and exposed_bars are lists
+# of TOKENS:MOST_US. With the latter, what is exposed of 8192 tokens is at most 15 % of the experts.
 add_bars() {
   awk -v steps="$step_bars" -v exposed="$exposed_bars" '
     function verdict(what, bars, tokens, us,    i, count, bar, each) {

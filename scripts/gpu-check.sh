@@ -36,8 +36,8 @@ ptx=8.0,8.6,8.9
 # makes kernels 10 to 100 times slower.
 # No racecheck where two warpgroups quantize groups: it reports all that they tell each other
 # (exchange_amax() in epilogue_groups.cuh). None of peers either: it says that it failed to track a
-# launch, and does not end. No synccheck of rows beside the experts: each warp of gather_rows() has a
-# barrier, which are more than that tool tracks, and then the kernel fails.
+# launch, and does not end. No synccheck of rows beside the experts: gather_rows() has a barrier for
+# each warp, more than that tool tracks, and then the kernel fails.
 checks=(
   "racecheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*mxfp4_w4a16:*CudaTileConfigTest*/mxfp4_w4a16_3_*"
   "racecheck|cuda_experts_test|*CudaExpertsTest*gpt_oss*_bf16:*CudaTileConfigTest*/bf16_3_*"

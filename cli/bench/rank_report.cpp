@@ -99,7 +99,8 @@ void print_rank_table(const RankBenchOptions& options, const std::optional<RankL
     return link ? fmt::format("{:>9.3f} {:>4.0f} %", 1e-6 * bytes, 100 * share(*link))
                 : fmt::format("{:>9.3f}", 1e-6 * bytes);
   };
-  for (const RankRow& row : rows) {  // scripts/ep-check.sh reads the columns up to the second ratio
+  // scripts/ep-check.sh reads the columns up to the second ratio, and the last three.
+  for (const RankRow& row : rows) {
     const auto dispatch_share = [&](const RankLink& on) { return row.dispatch_share(on); };
     const auto combine_share = [&](const RankLink& on) { return row.combine_share(on); };
     fmt::print("{:<24} {:<6} {:>7} {}{}{}{}", label(row, backend),

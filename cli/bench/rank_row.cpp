@@ -173,7 +173,9 @@ void RankBench::make_buffers() {
     bytes = std::max(bytes, sizes.common_bytes());
     scratch_ = block(sizes.workspace2_bytes);
     args_.workspace2 = scratch_.data();
-    arrived_ = filled({arriving.num_tokens, config_.hidden}, config_.dtype);
+    if (args_.preparation.from_sources && !per_slot()) {
+      arrived_ = filled({arriving.num_tokens, config_.hidden}, config_.dtype);
+    }
   }
   rows_ = block(bytes);
   args_.workspace13 = rows_.data();

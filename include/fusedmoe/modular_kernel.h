@@ -155,8 +155,9 @@ struct ForwardSizes {
   Preparation preparation;  ///< without the static scale, on which no size depends
   TransportSizes transport;
   WorkspaceSizes experts;
-  std::size_t common_bytes = 0;  ///< workspace13 and, unless it is the caller's, the output
-  std::size_t bytes = 0;         ///< of the whole workspace
+  /// workspace13 and, unless it is the caller's or lies elsewhere, the output.
+  std::size_t common_bytes = 0;
+  std::size_t bytes = 0;  ///< of the whole workspace
 };
 
 class FUSEDMOE_API ModularKernel {

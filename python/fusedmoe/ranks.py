@@ -76,11 +76,10 @@ class Communicator:
                 rank, all send messages.
             peer_memory: rows between GPUs of one host go through their memory: None, where each
                 rank has a GPU to itself; True, also where ranks share one. False on one rank: all
-                send messages. Layers are then made before the first forward of one, or their
-                memory is taken before, see map_peers().
-                Where rows or sums go so, by default too, steps of one communicator that overlap are
-                an error, and steps or replays of graphs on several streams must be ordered by
-                events of the caller.
+                send messages. Where rows or sums go so, by default too, all layers are made before
+                the first call of one, or map_peers() is called before; steps of one communicator
+                that overlap are an error, and steps or replays of graphs on several streams must
+                be ordered by events of the caller.
         """
         return cls(
             _core.join_communicator(

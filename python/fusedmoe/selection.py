@@ -50,14 +50,15 @@ class SimulatedStep(NamedTuple):
 
 
 def rank_costs() -> str:
-    """What layers choose by how their rows travel, as JSON.
+    """The costs by which layers choose how their rows travel, as JSON.
 
-    That is the file that the environment variable FUSEDMOE_RANK_COSTS names, which `fusedmoe bench
+    Those are the file that the environment variable FUSEDMOE_RANK_COSTS names, which `fusedmoe bench
     --calibrate` writes of the ranks that it runs on; else what H200s cost, and what is assumed of a
     network.
 
     Raises:
-        ValueError: for a file that cannot be read.
+        OSError: for a file that cannot be read.
+        ValueError: for one that says something else.
     """
     return _core.rank_costs()
 

@@ -2,7 +2,8 @@
 //
 //   [ prepare | workspace13 and the experts' output, from the same address | workspace2 ]
 //
-// each part rounded up to 256 bytes. Experts that write the caller's output need no room for one.
+// each part rounded up to 256 bytes. An output that is the caller's, or lies elsewhere, needs no
+// room.
 #include "fusedmoe/modular_kernel.h"
 
 #include <algorithm>
@@ -161,7 +162,8 @@ void ModularKernel::Step::compute() {
       Shape shape = sizes_.experts.output_shape;
       shape[0] = inner_.hidden_states.size(0);
       void* output = inner_.output_memory ? inner_.output_memory : args_.workspace13;
-      if (inner_.max_rows > 0 && !sizes_.transport.output_elsewhere) {
+      const bool elsewhere = inner_.output_memory || sizes_.transport.output_elsewhere;
+      if (inner_.max_rows > 0 && !elsewhere) {
         output = static_cast<std::byte*>(output) +
                  core::round_up_workspace(sizes_.experts.workspace13_bytes);
       }

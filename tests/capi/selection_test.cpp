@@ -1,5 +1,7 @@
 // Selections: what would run a configuration, or the layers of a checkpoint.
 #include <algorithm>
+#include <cstdlib>
+#include <fstream>
 #include <iterator>
 #include <map>
 #include <string>
@@ -7,6 +9,7 @@
 #include "../unit/temporary_directory.h"
 #include "capi_test.h"
 #include "fusedmoe/safetensors.h"
+#include "fusedmoe/simulation.h"
 
 namespace fusedmoe::testing::selection_test {
 
@@ -74,7 +77,8 @@ TEST(CSelectionTest, TellsWhatGpusLendEachOther) {
   EXPECT_EQ(fusedmoe_selection_peer_bytes(found, 2, 1, 3, 0, &bytes), FUSEDMOE_INVALID_ARGUMENT);
 }
 
-TEST(CSelectionTest, TellsHowLongRowsAreQuantizedBeforeTheyTravel) {
+/// 1000 tokens of 7168 columns on each of two GPUs, by these costs. Without ids they are at random.
+fusedmoe_simulated_step simulate_fp8(const char* costs, const fusedmoe_tensor* topk_ids = nullptr) {
   auto config = sized<fusedmoe_moe_config>();
   config.num_experts = 4;
   config.topk = 2;
@@ -84,21 +88,52 @@ TEST(CSelectionTest, TellsHowLongRowsAreQuantizedBeforeTheyTravel) {
   config.device_type = FUSEDMOE_CUDA;
   config.compute_capability = 90;
   fusedmoe_selection* found = nullptr;
-  ASSERT_OK(fusedmoe_explain(&config, &found));
+  EXPECT_EQ(fusedmoe_explain(&config, &found), FUSEDMOE_OK);
   const Handle<fusedmoe_selection> selection(found);
-  const Tensor ids = Tensor::zeros({1, 2}, DType::kI32);
-  const fusedmoe_tensor c_ids = to_c(ids);
   auto ranks = sized<fusedmoe_simulation>();
   ranks.num_ranks = 2;
   ranks.tokens_per_rank = 1000;
+  ranks.costs = costs;
   auto step = sized<fusedmoe_simulated_step>();
-  ASSERT_OK(fusedmoe_selection_simulate(found, &ranks, &c_ids, &step));
+  EXPECT_EQ(fusedmoe_selection_simulate(found, &ranks, topk_ids, &step), FUSEDMOE_OK);
+  return step;
+}
+
+TEST(CSelectionTest, TellsHowLongRowsAreQuantizedBeforeTheyTravel) {
+  RankCosts costs = default_rank_costs();
+  costs.quantize = {4, 3e6, "a test"};
+  const std::string json = costs.json();
+  const fusedmoe_simulated_step at_random = simulate_fp8(json.c_str());
   const double bytes = 1000 * (14336 + 7392);  // bf16 is read, codes and scales are written
-  EXPECT_DOUBLE_EQ(step.quantize_us, 7 + bytes / 3e6);
-  EXPECT_GT(step.dispatch_us, step.quantize_us);
-  EXPECT_EQ(step.balance, 2) << "all choose expert 0";
-  ASSERT_OK(fusedmoe_selection_simulate(found, &ranks, nullptr, &step));
-  EXPECT_EQ(step.balance, 1) << "ids at random";
+  EXPECT_DOUBLE_EQ(at_random.quantize_us, 4 + bytes / 3e6);
+  EXPECT_GT(at_random.dispatch_us, at_random.quantize_us);
+  EXPECT_EQ(at_random.balance, 1);
+  const Tensor ids = Tensor::zeros({1, 2}, DType::kI32);
+  const fusedmoe_tensor c_ids = to_c(ids);
+  EXPECT_EQ(simulate_fp8(json.c_str(), &c_ids).balance, 2) << "all choose expert 0";
+}
+
+void check_costs_of_the_variable() {
+  const TemporaryDirectory folder;
+  const std::string path = folder / "costs.json";
+  setenv("FUSEDMOE_RANK_COSTS", path.c_str(), 1);
+  EXPECT_EQ(fusedmoe_rank_costs(), nullptr);
+  EXPECT_NE(std::string(fusedmoe_last_error()).find(path), std::string::npos);
+  RankCosts costs = default_rank_costs();
+  costs.quantize = {4, 3e6, "a test"};
+  std::ofstream(path) << costs.json();
+  EXPECT_STREQ(fusedmoe_rank_costs(), costs.json().c_str());
+  EXPECT_GT(simulate_fp8(nullptr).quantize_us, 4);
+}
+
+/// In a process of its own, which has read no file yet.
+TEST(CSelectionDeathTest, CostsAreThoseOfTheFileOfTheVariable) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto check_and_exit = [] {
+    check_costs_of_the_variable();
+    std::exit(::testing::Test::HasFailure() ? 1 : 0);
+  };
+  EXPECT_EXIT(check_and_exit(), ::testing::ExitedWithCode(0), "");
 }
 
 TEST(CSelectionTest, SimulatesRanksThatAreNotHere) {

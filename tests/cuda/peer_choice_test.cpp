@@ -52,7 +52,7 @@ TEST_F(PeerChoiceTest, OneLayerGoesBothWays) {
                   std::string::npos)
             << rows_travel(layer);
         bool by_peers = false;
-        for (const std::int64_t room : {most + 1, most, kMost, most, most + 1}) {
+        for (const std::int64_t room : {most + 1, kMost, most, most + 1, most}) {
           by_peers = by_peers || room <= most;
           for (const bool fixed_sizes : {false, true}) {
             const Tensor x = random_tensor(DType::kBF16, {room - rank, kHidden}, 1, 70 + rank);

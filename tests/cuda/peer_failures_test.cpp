@@ -170,7 +170,6 @@ TEST_F(PeerFailuresTest, WhoWaitsLearnsWhatAnotherRankHasThrown) {
   });
 }
 
-/// It has more tokens than there may be.
 /// Where more rows can come than the experts have room for, the host waits for the ids of all.
 TEST_F(PeerFailuresTest, TheWaitHookEndsTheWaitForIds) {
   constexpr std::int64_t kMost = 8192;
@@ -192,6 +191,7 @@ TEST_F(PeerFailuresTest, TheWaitHookEndsTheWaitForIds) {
   EXPECT_TRUE(has(ranks.communicators[1]->status(), "Ctrl-C")) << ranks.communicators[1]->status();
 }
 
+/// It has more tokens than there may be.
 TEST_F(PeerFailuresTest, ARankThatThrowsBeforeItsStepIsHeardAtOnce) {
   on_all_gpus(4, kPatient, [](const RanksWithStreams& all) {
     const Tensor x = Tensor::empty({kTokens + 1, kHidden}, DType::kBF16, all.buffers[1].x.device()),

@@ -1,8 +1,11 @@
 """Layers on ranks: threads, processes over TCP, and torch's process groups where torch is."""
 
 import multiprocessing
+import os
 import re
 import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -51,6 +54,22 @@ def test_balanced_ranks_give_the_bits_of_one():
             call()
 
 
+def test_costs_are_those_of_the_file_of_the_variable(tmp_path):
+    costs = re.sub('"source": "[^"]*"', '"source": "this test"', fusedmoe.rank_costs())
+    path = tmp_path / "costs.json"
+
+    def told():
+        variables = {**os.environ, "FUSEDMOE_RANK_COSTS": str(path)}
+        command = [sys.executable, "-c", "import fusedmoe; print(fusedmoe.rank_costs())"]
+        return subprocess.run(command, env=variables, capture_output=True, text=True)
+
+    assert "OSError" in told().stderr and str(path) in told().stderr
+    path.write_text("{}")
+    assert "ValueError" in told().stderr
+    path.write_text(costs)
+    assert told().stdout.strip() == costs.strip()
+
+
 def test_ranks_that_are_not_here_are_simulated():
     selection = fusedmoe.explain(num_experts=4, topk=2, hidden=128, intermediate=128)
     ids = np.array([[0, 2], [3, 2]], np.int32)
@@ -66,7 +85,7 @@ def test_ranks_that_are_not_here_are_simulated():
         compute_capability=90,
     )  # fmt: skip
     assert coded.simulate(ids, **known).quantize_us == 0
-    assert coded.simulate(ids, **{**known, "tokens_per_rank": 1000}).quantize_us > 7
+    assert coded.simulate(ids, **{**known, "tokens_per_rank": 1000}).quantize_us > 3
     assert selection.simulate(**known).balance == 1  # ids at random
     apart = selection.simulate(ids, num_hosts=2, **known)
     assert apart.between_bytes == 256 and apart.dispatch_us > step.dispatch_us
