@@ -56,8 +56,7 @@ struct FUSEDMOE_API RankCosts {
   /// How much longer the experts of a rank take if they begin while a few multiprocessors of its
   /// GPU still bring their rows: of the bytes of all rows that it computes, as they travel.
   LinkCost beside_experts;
-  /// How much longer a GPU takes to quantize its rows than to copy them to where the others read
-  /// them: of bytes that it reads and writes.
+  /// What a GPU takes to quantize its rows before they travel: of bytes that it reads and writes.
   LinkCost quantize;
   ExpertsCost experts;
 

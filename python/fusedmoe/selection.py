@@ -52,9 +52,9 @@ class SimulatedStep(NamedTuple):
 def rank_costs() -> str:
     """The costs by which layers choose how their rows travel, as JSON.
 
-    Those are the file that the environment variable FUSEDMOE_RANK_COSTS names, which `fusedmoe bench
-    --calibrate` writes of the ranks that it runs on; else what H200s cost, and what is assumed of a
-    network.
+    They come from the file that the environment variable FUSEDMOE_RANK_COSTS names: `fusedmoe
+    bench --calibrate` writes such a file of the ranks that it runs on. Else they are what H200s
+    cost, and what is assumed of a network.
 
     Raises:
         OSError: for a file that cannot be read.

@@ -117,14 +117,9 @@ void PeerRows::send(const RowTensors& own, const ForwardArgs& args) {
   if (peers().has_ended()) rules_.group->check();
   set_fixed_counts();
   check_received();
+  const std::vector<TensorView> tensors = travelling(own);
   const core::ReplicaTable replicas(destinations_of(own.ids));
-  PublishedRows rows{{}, {}, own.ids, own.weights, replicas};
-  std::vector<TensorView> tensors{own.values};
-  if (const std::optional<QuantKey>& key = sizes_.sent.quant) {
-    rows.quantization = {*key, sizes_.sent.scale, own_.quantized()};
-  }
-  rows.tensors = tensors;
-  peers().publish(step_, rows, args.stream);
+  peers().publish(step_, {tensors, own.ids, own.weights, replicas}, args.stream);
 }
 
 void PeerRows::receive(Stream stream) {

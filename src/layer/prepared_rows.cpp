@@ -7,10 +7,7 @@ namespace fusedmoe::layer {
 
 PreparedRows::PreparedRows(core::WorkspaceCutter& cutter, const ProblemSize& problem,
                            const Preparation& preparation, Device device, bool is_placed)
-    : preparation_(preparation),
-      device_(device),
-      is_placed_(is_placed),
-      values_dtype_(problem.dtype) {
+    : preparation_(preparation), device_(device), values_dtype_(problem.dtype) {
   const Shape shape{problem.num_tokens, problem.hidden};
   if (preparation.apply_router_weight_on_input) {
     weighted_ = cutter.take(problem.dtype, shape, device);
@@ -42,11 +39,10 @@ void PreparedRows::run(ForwardArgs& args) const {
     args.hidden_states = weighted_;
   }
   if (!preparation_.quant) return;
-  args.hidden_scales = scales_;
-  if (is_placed_) return;
   backend.quantize(args.hidden_states, *preparation_.quant, preparation_.scale, values_, scales_,
                    args.stream);
   args.hidden_states = values_;
+  args.hidden_scales = scales_;
 }
 
 std::int64_t sent_row_bytes(const MoeConfig& config, bool quantized) {

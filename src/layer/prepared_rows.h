@@ -4,14 +4,13 @@
 #include "core/workspace.h"
 #include "fusedmoe/modular_kernel.h"
 #include "moe/problem_size.h"
-#include "quant/quantize.h"
 
 namespace fusedmoe::layer {
 
 /// The same views in the workspace when sizes are computed and when the work is done.
 class PreparedRows {
  public:
-  /// `is_placed`: somebody else quantizes the rows, to where place() says: they take no workspace.
+  /// `is_placed`: place() says where quantized rows go, and they take no workspace.
   PreparedRows(core::WorkspaceCutter& cutter, const ProblemSize& problem,
                const Preparation& preparation, Device device, bool is_placed = false);
 
@@ -25,16 +24,13 @@ class PreparedRows {
 
   /// Quantized rows go to this memory, and so do their scales where each row has its own.
   void place(std::byte* values, std::byte* scales);
-  core::QuantizedViews quantized() const { return {values_, scales_}; }
 
-  /// Replaces the hidden states of `args` by what the experts read, and sets their scales. Where
-  /// somebody else quantizes the rows, these stay as they are.
+  /// Replaces the hidden states of `args` by what the experts read, and sets their scales.
   void run(ForwardArgs& args) const;
 
  private:
   const Preparation preparation_;
   const Device device_;
-  const bool is_placed_;
   DType values_dtype_, scales_dtype_ = DType::kF32;
   Shape values_shape_, scales_shape_;
   TensorView weighted_, values_, scales_;

@@ -27,7 +27,7 @@ PredictedRows predict_rows(const RankCosts& costs, const MoeConfig& config,
                            const RankOptions& options, const ExpertPlacement& placement,
                            RowPath path, CombineMode combine, std::int64_t tokens_per_rank);
 
-/// How much longer it takes to quantize the rows of a rank before they travel than to copy them.
+/// What it takes to quantize the rows of a rank before they travel.
 double quantize_us(const RankCosts& costs, const SimulatedLayer& layer);
 /// By how much less time the link takes for rows that are quantized than for others, less what it
 /// takes to quantize them. Ids are at random.

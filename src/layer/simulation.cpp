@@ -334,7 +334,7 @@ RankCosts default_rank_costs() {
           .allgather_reducescatter = {{18.2, 250e3, two}, {9.6, 233e3, two}, {9.6, 233e3, slots}},
           .between_hosts = {24, 42e3, "assumed: what explains DeepEP's table of H800"},
           .beside_experts = {45, 15e6, "measured: two H200, E4M3 rows"},
-          .quantize = {3.2, 2.6e6, "measured: two H200, FP8 with block scales"},
+          .quantize = {7, 3e6, "measured: two and four H200, FP8 with block scales"},
           .experts = {3.95e6, 924e6, "measured: one H200, FP8 with block scales"}};
 }
 

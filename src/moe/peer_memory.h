@@ -19,7 +19,6 @@
 #include "moe/peer_blocks.h"
 #include "moe/replica.h"
 #include "moe/row_places.h"
-#include "quant/quantize.h"
 
 namespace fusedmoe {
 
@@ -55,21 +54,12 @@ struct PeerBytes {
   std::size_t all() const { return published + results; }
 };
 
-/// Rows become codes and scales where others read them; a static scale lies elsewhere.
-struct RowQuantization {
-  QuantKey key;  ///< one of core::has_cuda_quantizer()
-  std::optional<float> scale;
-  core::QuantizedViews to;
-};
-
 /// What a rank shows the others.
 struct PublishedRows {
-  /// (num_tokens, columns) each; rows may have a stride. With `quantization` the rows alone.
-  std::span<const TensorView> tensors;
-  std::optional<RowQuantization> quantization;
-  TensorView ids;               ///< (num_tokens, topk) i32, as the router numbers experts
-  TensorView weights;           ///< (num_tokens, topk) f32
-  core::ReplicaTable replicas;  ///< of the physical experts, whose ids are published
+  std::span<const TensorView> tensors;  ///< (num_tokens, columns) each; rows may have a stride
+  TensorView ids;                       ///< (num_tokens, topk) i32, as the router numbers experts
+  TensorView weights;                   ///< (num_tokens, topk) f32
+  core::ReplicaTable replicas;          ///< of the physical experts, whose ids are published
 };
 
 /// Where the rows that name an expert of this rank are put. Row t of rank r becomes row

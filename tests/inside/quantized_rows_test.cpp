@@ -45,8 +45,9 @@ TEST(QuantizedRowsTest, WhatIsSavedIsWhatH200sWereMeasuredToSave) {
     double bf16_us, e4m3_us;
   };
   for (const Measured& row :
-       {Measured{2, 8, 17.3, 20.5}, Measured{2, 128, 29.0, 29.3}, Measured{2, 512, 76.3, 69.7},
-        Measured{2, 2048, 243.2, 215.6}, Measured{2, 8192, 893, 786}}) {
+       {Measured{2, 8, 14.2, 21}, Measured{2, 128, 26, 30.4}, Measured{2, 2048, 215, 187},
+        Measured{2, 8192, 786, 670}, Measured{4, 8, 16.4, 23.2}, Measured{4, 128, 50, 48.9},
+        Measured{4, 1024, 279, 231}, Measured{4, 8192, 2124, 1679}}) {
     SCOPED_TRACE(std::to_string(row.ranks) + " ranks, " + std::to_string(row.tokens));
     MoeConfig config = rank_config(row.ranks, "fp8_block");
     config.dispatch_dtype = DType::kBF16;
@@ -54,7 +55,7 @@ TEST(QuantizedRowsTest, WhatIsSavedIsWhatH200sWereMeasuredToSave) {
     config.dispatch_dtype = DType::kE4M3;
     const layer::PredictedRows e4m3 = predict(config, row.tokens);
     EXPECT_EQ(bf16.quantize_us, 0);
-    EXPECT_GT(e4m3.quantize_us, 3);
+    EXPECT_GT(e4m3.quantize_us, 7);
     const double saved = row.bf16_us - row.e4m3_us;
     EXPECT_NEAR(bf16.us() - e4m3.us(), saved, 2 + 0.1 * std::abs(saved));
   }
@@ -79,7 +80,7 @@ TEST(QuantizedRowsTest, AsManyTokensAsThePageSays) {
   const struct {
     int num_ranks;
     std::int64_t quantized, beside;
-  } rows[] = {{2, 222, 2211}, {4, 60, 727}, {8, 34, 417}};
+  } rows[] = {{2, 450, 2211}, {4, 129, 727}, {8, 72, 417}};
   for (const auto& [num_ranks, quantized, beside] : rows) {
     const MoeConfig config = rank_config(num_ranks, "fp8_block");
     EXPECT_EQ(least(config), quantized);
@@ -314,7 +315,7 @@ TEST(QuantizedRowsTest, SimulationsChooseAsLayersDo) {
     const bool quantized = tokens == least(config);
     const auto rows = static_cast<double>(3 * tokens), of_rank = static_cast<double>(tokens);
     EXPECT_EQ(step.inside_bytes, rows * (quantized ? 7392 : 14336));
-    EXPECT_EQ(step.quantize_us, quantized ? 3.2 + of_rank * (14336 + 7392) / 2.6e6 : 0);
+    EXPECT_EQ(step.quantize_us, quantized ? 7 + of_rank * (14336 + 7392) / 3e6 : 0);
     EXPECT_DOUBLE_EQ(step.dispatch_us,
                      costs.peer_memory.dispatch.us(step.inside_bytes) + step.quantize_us);
   }

@@ -208,7 +208,7 @@ TEST(RowChoiceTest, RanksWhoseCostsDifferAreToldWhichNumber) {
             "rank 0 has 20.5, rank 1 has 21");
   EXPECT_EQ(error_of([](RankCosts& costs) { costs.quantize.floor_us = 8; }),
             "the ranks of a layer differ in quantize.floor_us of FUSEDMOE_RANK_COSTS: rank 0 has "
-            "3.2, rank 1 has 8");
+            "7, rank 1 has 8");
 }
 
 TEST(RowChoiceTest, LayersThatLeaveNoChoiceDoNotAskForCosts) {

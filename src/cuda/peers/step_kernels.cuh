@@ -124,11 +124,10 @@ __device__ Unit load_far(const Unit* from) {
 /// For work of so many pieces, a team for each where there is room, on this lane's share of the
 /// multiprocessors: else kernels that wait could keep from them what other ranks wait for. One
 /// block at least: somebody has to wait and to tell. `overlap_previous`: see launch(). `together`:
-/// few pieces are for one block, which need not find out when others are done. `more`: arguments of
-/// the kernel behind `params`.
-template <typename TeamType, typename Kernel, typename Params, typename... More>
+/// few pieces are for one block, which need not find out when others are done.
+template <typename TeamType, typename Kernel, typename Params>
 void launch_teams(Kernel kernel, std::int64_t pieces, Stream stream, bool overlap_previous,
-                  const Params& params, bool together = false, const More&... more) {
+                  const Params& params, bool together = false) {
   const std::int64_t most = together && pieces <= TeamType::kMost
                                 ? 1
                                 : multiprocessor_count(stream.device) / params.step.context.lanes;
@@ -137,7 +136,7 @@ void launch_teams(Kernel kernel, std::int64_t pieces, Stream stream, bool overla
   const std::int64_t blocks = std::clamp<std::int64_t>(core::ceil_div(pieces, teams), 1, most);
   launch(kernel, dim3(static_cast<unsigned>(blocks)),
          dim3(static_cast<unsigned>(teams * TeamType::kThreads)), 0, stream, overlap_previous,
-         params, more...);
+         params);
 }
 
 /// On the current device.

@@ -4,7 +4,6 @@
 
 #include "cuda/device/overlap.cuh"
 #include "cuda/peers/step_kernels.cuh"
-#include "cuda/rows/quantize_row.cuh"
 #include "moe/local_experts.h"
 
 namespace fusedmoe::cuda {
@@ -83,35 +82,9 @@ Travelling travelling(const PeerStep& step, std::span<const TensorView> tensors)
   return result;
 }
 
-/// What becomes of a rank's rows in its arena.
-struct CopiedRows {
-  Travelling rows;
-  char* arena;
-
-  __device__ void begin() const {}
-  template <typename IsWanted>
-  __device__ void put(int token, int thread, const IsWanted& is_wanted) const {
-    for (int t = 0; t < rows.count; ++t) {
-      const TravellingRows& each = rows.tensors[t];
-      each.copy<false>(each.here + token * each.pitch,
-                       arena + each.arena + std::int64_t{token} * each.row_bytes, thread,
-                       is_wanted);
-    }
-  }
-};
-template <typename Storage, bool kAligned>
-struct QuantizedRows {
-  QuantizeParams rows;
-
-  __device__ void begin() const { write_static_scale(rows); }
-  template <typename IsWanted>
-  __device__ void put(int token, int, const IsWanted& is_wanted) const {
-    quantize_row<Storage, kAligned, RowTeam::kThreads>(rows, token, is_wanted);
-  }
-};
-
 struct PublishParams {
   StepParams step;
+  Travelling rows;
   const std::int32_t* ids;
   const float* weights;
   core::ReplicaTable replicas;
@@ -146,11 +119,10 @@ struct Choice {
   }
 };
 
-/// Copies or quantizes the rows to this rank's arena, and copies ids and weights to all. May begin
-/// while the router still chooses these.
-template <typename Rows>
+/// Copies the rows to this rank's arena, ids and weights to all. May begin while the router still
+/// chooses these.
 __global__ void __launch_bounds__(kMostThreads)
-    publish_kernel(const __grid_constant__ PublishParams p, const __grid_constant__ Rows rows) {
+    publish_kernel(const __grid_constant__ PublishParams p) {
   const StepParams& s = p.step;
   const Peers& peers = s.context.peers;
   let_next_launch_begin();
@@ -158,12 +130,18 @@ __global__ void __launch_bounds__(kMostThreads)
   const std::uint32_t before = number_before(s, Round::kDispatch);
   const RowTeam team;
   const int choices = peers.size * s.topk;
-  if (blockIdx.x == 0 && threadIdx.x == 0) rows.begin();
   for (int token = team.first; token < s.most_tokens; token += team.step) {
     Choice first;
     const auto choose = [&] { first = Choice(p, token, team.thread % choices); };
     if (!p.follows_route) choose();  // on its way while the row is copied
-    if (token < p.num_tokens) rows.put(token, team.thread, [&] { return is_dead == 0; });
+    for (int t = 0; token < p.num_tokens && t < p.rows.count; ++t) {
+      const TravellingRows& rows = p.rows.tensors[t];
+      const char* const from = rows.here + token * rows.pitch;
+      char* const to =
+          in_arena<char>(peers, peers.rank, rows.arena) + std::int64_t{token} * rows.row_bytes;
+      // Those that were quantized there stay.
+      if (from != to) rows.copy<false>(from, to, team.thread, [&] { return is_dead == 0; });
+    }
     if (is_dead != 0) break;
     if (p.follows_route) {
       wait_for_previous_launch();
@@ -348,25 +326,13 @@ void publish_rows(const PeerContext& context, const PeerStep& step, const Publis
                   bool follows_route, Stream stream) {
   PublishParams p{};
   p.step = step_params(context, step);
+  p.rows = travelling(step, rows.tensors);
   p.ids = rows.ids.as<const std::int32_t>();
   p.weights = rows.weights.as<const float>();
   p.replicas = rows.replicas;
   p.num_tokens = static_cast<std::int32_t>(rows.ids.size(0));
   p.follows_route = follows_route;
-  const auto launch_with = [&](const auto& put) {
-    launch_teams<RowTeam>(publish_kernel<std::decay_t<decltype(put)>>, step.most_tokens, stream,
-                          follows_route, p, false, put);
-  };
-  if (!rows.quantization) {
-    char* const arena = reinterpret_cast<char*>(context.peers.arenas[context.peers.rank]);
-    return launch_with(CopiedRows{travelling(step, rows.tensors), arena});
-  }
-  const RowQuantization& how = *rows.quantization;
-  const TensorView& x = rows.tensors.front();
-  const QuantizeParams quantize = quantize_params(x, how.key, how.scale, how.to);
-  with_rows_of(x, [&](auto element, auto is_aligned) {
-    launch_with(QuantizedRows<decltype(element), decltype(is_aligned)::value>{quantize});
-  });
+  launch_teams<RowTeam>(publish_kernel, step.most_tokens, stream, follows_route, p);
 }
 
 void pull_rows(const PeerContext& context, const PeerStep& step, const PulledRows& rows,
@@ -422,14 +388,7 @@ void read_words(const ArenaHead& arena, int times, std::uint32_t* sink, Stream s
 }
 
 void load_step_kernels() {
-  load_kernel(publish_kernel<CopiedRows>);
-  const auto load_quantizing = [](auto element) {
-    load_kernel(publish_kernel<QuantizedRows<decltype(element), true>>);
-    load_kernel(publish_kernel<QuantizedRows<decltype(element), false>>);
-  };
-  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
-    dispatch_storage(dtype, load_quantizing);
-  }
+  load_kernel(publish_kernel);
   load_kernel(pull_kernel);
   load_kernel(leave_kernel);
   load_kernel(tell_results_kernel);

@@ -4,13 +4,53 @@
 
 #include "core/check.h"
 #include "cuda/device/launch.h"
+#include "cuda/rows/element.cuh"
 #include "cuda/rows/gather_rows.cuh"
-#include "cuda/rows/quantize_row.cuh"
+#include "cuda/rows/row_transform.cuh"
 
 namespace fusedmoe::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int kColumns = 8;  // of a thread at a time
+constexpr int kMxLanes = 32 / kColumns;
+
+/// What the kernels must know of a key.
+struct CodeFormat {
+  enum class Scale : std::uint8_t { kStatic, kRow, kGroup, kMx };
+  Scale scale;
+  int group_lanes;     // threads that share a scale, of kGroup and kMx
+  bool e2m1;           // codes of 4 bits; else E4M3
+  bool e8m0;           // scales; else f32
+  MxScaleRule rule;    // of kMx
+  float static_scale;  // of kStatic
+};
+
+CodeFormat format_of(const QuantKey& key, std::optional<float> static_scale) {
+  using Scale = CodeFormat::Scale;
+  CodeFormat format{};
+  format.e2m1 = key.value == DType::kE2M1;
+  format.e8m0 = key.scale == DType::kE8M0;
+  format.rule = key.scale_rule;
+  format.static_scale = static_scale.value_or(1);
+  format.group_lanes = key.group.cols > 0 ? static_cast<int>(key.group.cols) / kColumns : 1;
+  format.scale = !key.dynamic           ? Scale::kStatic
+                 : key.group.cols < 0   ? Scale::kRow
+                 : key.group.cols == 32 ? Scale::kMx
+                                        : Scale::kGroup;
+  return format;
+}
+
+struct QuantizeParams {
+  CodeFormat format;
+  const void* x;
+  std::int64_t rows;
+  std::int64_t stride;  // elements between rows
+  std::int64_t columns;
+  std::uint8_t* codes;
+  void* scales;
+  std::int64_t scales_of_row;
+};
 
 struct DequantizeParams {
   CodeFormat format;
@@ -22,13 +62,125 @@ struct DequantizeParams {
   void* out;
 };
 
-/// A block for each row.
+/// Zeros behind the end of the row.
+template <typename Storage, bool kAligned>
+__device__ void load_columns(const Storage* row, std::int64_t column, std::int64_t columns,
+                             UnitValues& values) {
+  constexpr int kWidth = kAligned ? 16 / static_cast<int>(sizeof(Storage)) : 1;
+#pragma unroll
+  for (int first = 0; first < kColumns; first += kWidth) {
+    Pack<Storage, kWidth> pack{};
+    if (column < columns) pack = Pack<Storage, kWidth>::load(row + column + first);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      float2& pair = values[(first + i) / 2];
+      ((first + i) % 2 == 0 ? pair.x : pair.y) = to_f32(pack.values[i]);
+    }
+  }
+}
+
+template <typename Storage, bool kAligned>
+__device__ float amax_of_row(const Storage* row, std::int64_t columns) {
+  __shared__ float of_warps[kThreads / 32];
+  float amax = 0;
+  UnitValues values;
+  for (std::int64_t column = threadIdx.x * kColumns; column < columns;
+       column += kThreads * kColumns) {
+    load_columns<Storage, kAligned>(row, column, columns, values);
+    amax = fmaxf(amax, amax_of_values(values));
+  }
+  amax = amax_of_lanes<32>(amax);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = amax;
+  __syncthreads();
+  for (const float of_warp : of_warps) amax = fmaxf(amax, of_warp);
+  return amax;
+}
+
+/// E2M1 codes, in the first word.
+__device__ uint2 e2m1_codes(const UnitValues& values) {
+  std::uint32_t packed = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    packed |=
+        static_cast<std::uint32_t>(core::e2m1_code(values[i].x) | core::e2m1_code(values[i].y) << 4)
+        << 8 * i;
+  }
+  return {packed, 0};
+}
+
+/// The codes of 8 columns and their scale.
+struct Coded {
+  uint2 codes;
+  float scale;
+  int scale_code;  // E8M0
+};
+
+/// By whole warps. `row_amax`: with a scale for each row.
+template <typename Storage>
+__device__ Coded encode(const CodeFormat& format, UnitValues& values, float row_amax) {
+  using Scale = CodeFormat::Scale;
+  if (format.scale == Scale::kStatic) {
+    return {multiply_to_fp8(values, tensor_factor(format.static_scale)), 0, 0};
+  }
+  if (format.scale == Scale::kMx) {
+    const MxScale block =
+        mx_scale(amax_of_lanes<kMxLanes>(amax_of_values(values)), format.e2m1, format.rule);
+    transform_values(values,
+                     [&](float value) { return scaled(value, block.factor, block.is_zero); });
+    return {format.e2m1 ? e2m1_codes(values) : round_to_fp8(values), block.scale, block.code};
+  }
+  const float scale =
+      format.scale == Scale::kRow
+          ? core::e4m3_row_scale(row_amax)
+          : core::e4m3_group_scale(amax_of_lanes<kGroupLanes>(amax_of_values(values)), format.e8m0);
+  Coded result{{}, scale, core::e8m0_code(scale)};
+  if constexpr (sizeof(Storage) == 2) {
+    result.codes = divide_to_fp8(values, scale, 1.0F / scale);
+  } else {  // more bits than divide_to_fp8() takes
+    transform_values(values, [&](float value) { return value / scale; });
+    result.codes = round_to_fp8(values);
+  }
+  return result;
+}
+
+/// A block for each row; its threads have 8 neighbouring columns at a time.
 template <typename Storage, bool kAligned>
 __global__ void __launch_bounds__(kThreads) quantize_rows_kernel(const QuantizeParams p) {
   order_after_previous();
-  if (blockIdx.x == 0 && threadIdx.x == 0) write_static_scale(p);
-  if (blockIdx.x >= p.rows) return;
-  quantize_row<Storage, kAligned, kThreads>(p, blockIdx.x, [] { return true; });
+  using Scale = CodeFormat::Scale;
+  const std::int64_t row = blockIdx.x;
+  if (p.format.scale == Scale::kStatic && row == 0 && threadIdx.x == 0) {
+    *static_cast<float*>(p.scales) = p.format.static_scale;
+  }
+  if (row >= p.rows) return;
+  const auto* x = static_cast<const Storage*>(p.x) + row * p.stride;
+  const bool whole = p.format.scale == Scale::kRow || p.format.scale == Scale::kStatic;
+  const float row_amax =
+      p.format.scale == Scale::kRow ? amax_of_row<Storage, kAligned>(x, p.columns) : 0.0F;
+  const std::int64_t row_bytes = p.format.e2m1 ? p.columns / 2 : p.columns;
+  // Whole warps go around together: lanes behind the end of the row take part in the maxima.
+  for (std::int64_t first = 0; first < p.columns; first += kThreads * kColumns) {
+    const std::int64_t column = first + threadIdx.x * kColumns;
+    UnitValues values;
+    load_columns<Storage, kAligned>(x, column, p.columns, values);
+    const Coded coded = encode<Storage>(p.format, values, row_amax);
+    if (column >= p.columns) continue;
+    std::uint8_t* codes = p.codes + row * row_bytes;
+    if (p.format.e2m1) {
+      *reinterpret_cast<std::uint32_t*>(codes + column / 2) = coded.codes.x;
+    } else {
+      *reinterpret_cast<uint2*>(codes + column) = coded.codes;
+    }
+    if (p.format.scale == Scale::kStatic) continue;
+    const std::int64_t unit = column / kColumns;
+    if (whole ? unit != 0 : unit % p.format.group_lanes != 0) continue;
+    const std::int64_t index = row * p.scales_of_row + (whole ? 0 : unit / p.format.group_lanes);
+    if (p.format.e8m0) {
+      static_cast<std::uint8_t*>(p.scales)[index] = static_cast<std::uint8_t>(coded.scale_code);
+    } else {
+      static_cast<float*>(p.scales)[index] = coded.scale;
+    }
+  }
 }
 
 /// f16 saturates, NaN stays.
@@ -225,12 +377,36 @@ void with_storage(DType to, const Function& function) {
 
 void quantize_rows(const TensorView& x, const QuantKey& key, std::optional<float> scale,
                    const core::QuantizedViews& out, Stream stream) {
-  const QuantizeParams params = quantize_params(x, key, scale, out);
-  const std::int64_t blocks = std::max<std::int64_t>(x.size(0), key.dynamic ? 0 : 1);
+  const std::int64_t rows = x.size(0), columns = x.size(1);
+  if (scale && key.dynamic) throw Error::conflict("scale", "a dynamic key");
+  if (!scale && !key.dynamic) {
+    throw Error::invalid("scale", "scale is missing: static keys need one");
+  }
+  FUSEDMOE_CHECK(columns % kColumns == 0, "columns", core::to_string(columns),
+                 "a multiple of 8 on cuda");
+  QuantizeParams params{};
+  params.format = format_of(key, scale);
+  params.x = x.data();
+  params.rows = rows;
+  params.stride = x.stride(0);
+  params.columns = columns;
+  params.codes = out.values.as<std::uint8_t>();
+  params.scales = out.scales.data();
+  params.scales_of_row = core::scales_per_row(key, columns);
+  // A static scale is written without rows, too: those that arrive from other ranks have it.
+  const std::int64_t blocks =
+      params.format.scale == CodeFormat::Scale::kStatic ? std::max<std::int64_t>(rows, 1) : rows;
   if (blocks == 0) return;
-  with_rows_of(x, [&](auto element, auto is_aligned) {
-    launch(quantize_rows_kernel<decltype(element), decltype(is_aligned)::value>,
-           dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream, false, params);
+  dispatch_storage(x.dtype(), [&](auto element) {
+    using Storage = decltype(element);
+    const auto* data = x.as<const Storage>();
+    dispatch_width<Storage>(
+        columns,
+        [&](auto width) {
+          launch(quantize_rows_kernel<Storage, (decltype(width)::value > 1)>,
+                 dim3(static_cast<unsigned>(blocks)), kThreads, 0, stream, false, params);
+        },
+        data, data + x.stride(0));
   });
 }
 
