@@ -176,9 +176,12 @@ std::string Communicator::Impl::map_blocks(Communicator& communicator,
       });
     }
     const comm::Socket own(made->descriptor());
-    for (const auto& [r, theirs] :
+    for (const auto& each :
          socket->exchange(rank, own.get(), elsewhere, deadline, [&] { communicator.check(); })) {
-      map_block(r, [&] { made->map_descriptor(r, others[r].mark, theirs.get(), others[r].bytes); });
+      const int owner = each.first;
+      map_block(owner, [&] {
+        made->map_descriptor(owner, others[owner].mark, each.second.get(), others[owner].bytes);
+      });
     }
     return {};
   });
