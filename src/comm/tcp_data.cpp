@@ -41,7 +41,7 @@ class TcpData final : public DataPlane {
     Welcome welcome(std::move(listener), token);
     // Every rank connects to those before it and waits for those behind it.
     for (int r = 0; r < rank; ++r) {
-      connect(r, one_host ? "127.0.0.1" : hosts[r], control, deadline);
+      connect_to(r, one_host ? "127.0.0.1" : hosts[r], control, deadline);
     }
     for (std::vector<int> missing = not_connected(); !missing.empty(); missing = not_connected()) {
       if (SocketClock::now() >= deadline) {
@@ -140,8 +140,8 @@ class TcpData final : public DataPlane {
     peers_[other].socket = std::move(guest->socket);
   }
 
-  void connect(int r, const std::string& host, ControlPlane& control,
-               SocketClock::time_point deadline) {
+  void connect_to(int r, const std::string& host, ControlPlane& control,
+                  SocketClock::time_point deadline) {
     const auto [port, token] = port_and_token(r, text_of(r, name_of(r), control, deadline));
     peers_[r].socket =
         connect_as(rank_, {r, host, port, deadline, token, [&] { control.check_failure(); }});
