@@ -73,6 +73,7 @@ const ModelConfig& Checkpoint::common_config() const {
   }
   if (schemes.size() <= 1) return config();
   std::vector<std::string> texts;
+  texts.reserve(schemes.size());
   for (const auto& [scheme, layers] : schemes) {
     texts.push_back(core::format("{} in {} {}", name(scheme),
                                  layers.size() == 1 ? "layer" : "layers",

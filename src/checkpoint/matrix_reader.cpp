@@ -112,7 +112,7 @@ TensorView MatrixReader::stack(const std::string& name, Owners& owners) {
 // Consecutive tensors mostly share a file: its mapping is kept once.
 TensorView MatrixReader::view(const std::string& name, const LinearLayer& layer, Owners& owners) {
   if (layer.experts > 0) return stack(name, owners);
-  const Tensor read = tensor(name);
+  Tensor read = tensor(name);
   if (owners.empty() || owners.back() != read.owner()) owners.push_back(read.owner());
   return read;
 }

@@ -147,7 +147,7 @@ bool SharedMemory::map(const std::vector<std::string>& offers, int chosen) {
   std::uintptr_t begin = 0;
   std::from_chars(address.data(), address.data() + address.size(), begin);
   if (file_ < 0 || mark_.empty() || begin == 0) return false;
-  void* const wanted = reinterpret_cast<void*>(begin);
+  void* const wanted = reinterpret_cast<void*>(begin);  // NOLINT(performance-no-int-to-ptr)
   // Where these addresses are not free the system takes others. (MAP_FIXED_NOREPLACE would refuse,
   // but ThreadSanitizer makes the address 0 of one that it does not have.)
   void* const reserved = mmap(wanted, kReserved * size_, PROT_NONE,
