@@ -273,7 +273,7 @@ Finding tcp_test() {
   return self_test("tcp", exchanged(2), [&] { run_local_ranks(2, "cpu", join, kTestTimeout); });
 }
 
-/// What PeerMemory::links() says, by (reader, owner); nothing where they were not timed.
+/// How fast each rank reads each other, by (reader, owner). Pairs that were not timed are missing.
 using PeerLinks = std::map<std::pair<int, int>, PeerLink>;
 
 /// How each rank reads the memory of the others.

@@ -54,7 +54,8 @@ struct FUSEDMOE_API RankCosts {
   RowCosts peer_memory, all2all, allgather_reducescatter;  ///< between ranks of one host
   LinkCost between_hosts;  ///< either way; of one rank, which has a network card of its own
   /// How much longer the experts of a rank take if they begin while a few multiprocessors of its
-  /// GPU still bring their rows: of the bytes of all rows that it computes, as they travel.
+  /// GPU still bring their rows. The bytes are those of all rows that the rank computes, in the
+  /// form in which they travel.
   LinkCost beside_experts;
   /// What a GPU takes to quantize its rows before they travel: of bytes that it reads and writes.
   LinkCost quantize;

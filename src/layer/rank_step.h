@@ -70,9 +70,9 @@ class RankStep : public TransportStep {
   static std::unique_ptr<RankStep> make(const RankRules& rules, const StepSizes& sizes,
                                         void* memory);
   std::size_t bytes() const { return cutter_.used(); }
-  /// Bytes of the largest step of a forward of so many tokens or of fewer. With fewer tokens rows
-  /// may not be quantized, and then they are wider; and they may not come beside the experts, and
-  /// then they need room.
+  /// Bytes of the largest step of a forward of so many tokens or of fewer. A forward of fewer
+  /// tokens may need more: from some number of tokens on rows are quantized, and so narrower, and
+  /// from another on they come beside the experts, and take no room here.
   static std::size_t workspace_bytes(const RankRules& rules, const ProblemSize& caller,
                                      const Preparation& read);
   void* memory() const { return memory_; }

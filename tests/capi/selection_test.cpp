@@ -77,7 +77,8 @@ TEST(CSelectionTest, TellsWhatGpusLendEachOther) {
   EXPECT_EQ(fusedmoe_selection_peer_bytes(found, 2, 1, 3, 0, &bytes), FUSEDMOE_INVALID_ARGUMENT);
 }
 
-/// 1000 tokens of 7168 columns on each of two GPUs, by these costs. Without ids they are at random.
+/// A step of two GPUs with 1000 tokens of 7168 columns each, as `costs` predict it. Null ids: each
+/// token chooses experts at random.
 fusedmoe_simulated_step simulate_fp8(const char* costs, const fusedmoe_tensor* topk_ids = nullptr) {
   auto config = sized<fusedmoe_moe_config>();
   config.num_experts = 4;

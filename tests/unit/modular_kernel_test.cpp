@@ -383,42 +383,6 @@ class Recording : public PrepareAndFinalize {
   std::vector<std::string>& events_;
 };
 
-/// Of rows that change their rank.
-class Moving : public Recording {
- public:
-  Moving(std::vector<std::string>& events, std::int64_t max_rows, bool output_elsewhere)
-      : Recording(events), max_rows_(max_rows), output_elsewhere_(output_elsewhere) {}
-  bool moves_rows() const override { return true; }
-  TransportSizes sizes(const ProblemSize& caller, const Preparation&) const override {
-    TransportSizes sizes{caller, caller};
-    sizes.experts.max_rows = max_rows_;
-    sizes.output_elsewhere = output_elsewhere_;
-    return sizes;
-  }
-
- private:
-  const std::int64_t max_rows_;
-  const bool output_elsewhere_;
-};
-
-/// The output of 3 tokens, 60 bytes, shares its place with workspace13 unless the experts may run
-/// several times.
-TEST(ModularKernelTest, OutputThatLiesElsewhereTakesNoRoom) {
-  std::vector<std::string> events;
-  FakeOptions options;
-  options.workspace13_per_token = 8;
-  const auto experts = std::make_shared<FakeExperts>(options);
-  const auto bytes = [&](std::int64_t max_rows, bool output_elsewhere) {
-    const ModularKernel kernel(std::make_shared<Moving>(events, max_rows, output_elsewhere),
-                               experts);
-    return kernel.sizes(ProblemSize::of(experts->config(), 3)).common_bytes;
-  };
-  EXPECT_EQ(bytes(0, false), 60U);
-  EXPECT_EQ(bytes(2, false), 256U + 60U);
-  EXPECT_EQ(bytes(0, true), 24U);
-  EXPECT_EQ(bytes(2, true), 24U);
-}
-
 TEST(ModularKernelTest, PrepareThenExpertsThenFinalizeOnDispatchedRouting) {
   std::vector<std::string> events;
   Call call{make_f32({1, 2}, {1, 10}), make_ids({1, 1}, {0}), make_f32({1, 1}, {1})};

@@ -1,8 +1,11 @@
-// How much scratch memory experts ask for.
+// How much scratch memory experts ask for, and kernels.
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <string_view>
 
+#include "fake_experts.h"
+#include "fusedmoe/modular_kernel.h"
 #include "fusedmoe/quant.h"
 #include "fusedmoe/runtime.h"
 #include "fusedmoe/selection.h"
@@ -93,6 +96,45 @@ TEST(WorkspaceSizesTest, OutputAndWorkspace13ShareMemory) {
   EXPECT_EQ(sizes.common_bytes(), 30u) << "the output is larger than workspace13";
   sizes.workspace13_bytes = 300;
   EXPECT_EQ(sizes.common_bytes(), 300u);
+}
+
+/// A transport that is asked for its sizes alone; its rows change their rank.
+class Moving : public PrepareAndFinalize {
+ public:
+  Moving(std::int64_t max_rows, bool output_elsewhere)
+      : PrepareAndFinalize(no_ep()), max_rows_(max_rows), output_elsewhere_(output_elsewhere) {}
+  bool moves_rows() const override { return true; }
+  TransportSizes sizes(const ProblemSize& caller, const Preparation&) const override {
+    TransportSizes sizes{caller, caller};
+    sizes.experts.max_rows = max_rows_;
+    sizes.output_elsewhere = output_elsewhere_;
+    return sizes;
+  }
+
+ private:
+  void do_start_prepare(ForwardArgs&, const TransportSizes&) const override {}
+  void do_finish_prepare(ForwardArgs&) const override {}
+  void do_start_finalize(const ForwardArgs&) const override {}
+  void do_finish_finalize(const ForwardArgs&) const override {}
+
+  const std::int64_t max_rows_;
+  const bool output_elsewhere_;
+};
+
+/// The output of 3 tokens, 60 bytes, shares its place with workspace13 unless the experts may run
+/// several times.
+TEST(WorkspaceSizesTest, OutputThatLiesElsewhereTakesNoRoom) {
+  testing::FakeOptions options;
+  options.workspace13_per_token = 8;
+  const auto experts = std::make_shared<testing::FakeExperts>(options);
+  const auto bytes = [&](std::int64_t max_rows, bool output_elsewhere) {
+    const ModularKernel kernel(std::make_shared<Moving>(max_rows, output_elsewhere), experts);
+    return kernel.sizes(ProblemSize::of(experts->config(), 3)).common_bytes;
+  };
+  EXPECT_EQ(bytes(0, false), 60U);
+  EXPECT_EQ(bytes(2, false), 256U + 60U);
+  EXPECT_EQ(bytes(0, true), 24U);
+  EXPECT_EQ(bytes(2, true), 24U);
 }
 
 }  // namespace fusedmoe::workspace_sizes_test

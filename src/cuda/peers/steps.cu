@@ -268,8 +268,8 @@ __device__ void fetch_rows(const PullParams& p) {
     }
   }
 }
-/// May begin while this rank still publishes: its own signal says when that is done. Earlier
-/// kernels neither read nor write what it writes.
+/// May begin while publish_kernel() of this rank still runs: this rank's own signal, for which it
+/// waits too, says when that is done. No earlier kernel reads or writes what this one writes.
 __global__ void __launch_bounds__(kMostThreads) pull_kernel(const __grid_constant__ PullParams p) {
   if (await_all(p.step, Round::kDispatch)) {
     if (p.count.word) count_slots(p);
