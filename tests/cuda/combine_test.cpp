@@ -229,7 +229,8 @@ TEST_F(CudaCombineTest, NoRowsAtAll) {
 }
 
 // Three targets have room for five tokens each. A launch adds up some of the 15 tokens, each into
-// its own row. Rows of tokens without an expert stay as they are, and all do once `failed` is set.
+// its own row. It does not write the rows of tokens that chose no expert, and none at all where
+// `failed` is set.
 TEST_F(CudaCombineTest, RowsGoToSeveralTargets) {
   constexpr std::int64_t kEach = 5, kTargets = 3, kHidden = 1016, kTokens = kTargets * kEach;
   CombineCase spec{"", kTokens, 4, kHidden};
